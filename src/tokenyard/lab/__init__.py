@@ -1,1 +1,1 @@
-"""What measures and demonstrates the layer: benchmarks, evaluation, soaking, the shipped model, generated tables."""
+"""Tools that measure and demonstrate the layer: benchmarks, evaluation, soaks, the shipped model, generated tables."""

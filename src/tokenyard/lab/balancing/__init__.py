@@ -1,1 +1,1 @@
-"""Whether another placement of the experts pays: routes of a real run, and what they would cost on other ranks."""
+"""Forecasts of whether another placement of the experts pays, from the recorded routes of a real run."""

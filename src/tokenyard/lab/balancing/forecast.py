@@ -1,8 +1,9 @@
-"""What another placement would gain, and what it would cost to get there.
+"""A forecast of the time that another placement would save, and of the time that moving the experts would take.
 
-A call takes as long as its busiest rank computes. Gain: the rows that the busiest rank has less, times the time of a
-row (6·H·I operations for a gated expert, over the rate of products). Cost: the bytes that the rank with the most to
-send or to receive moves, over the bandwidth. Their ratio is the number of steps after which the move has paid.
+A call takes as long as its busiest rank computes. The gain is the number of rows by which the busiest rank has fewer,
+times the time of a row (6·H·I operations for a gated expert, over the rate of products). The cost is the bytes of the
+rank that sends or receives most, over the bandwidth. Cost over gain is the number of steps after which the move has
+paid.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tokenyard.routing import Placement, balance, imbalance, moves
 
 @dataclass(frozen=True, kw_only=True)
 class LayerForecast:
-    """One layer, on its present placement and on the one that was found for it."""
+    """The forecast of one layer: its present placement, and the one that was found for it."""
 
     layer: str
     present: Placement
@@ -58,7 +59,7 @@ def forecast(
     bytes_per_s: float,
     flops_per_s: float,
 ) -> list[LayerForecast]:
-    """What every layer would gain from a placement of its own, on so many ranks, from a contiguous one."""
+    """The forecast of every layer on `ranks` ranks: from the contiguous placement to one that fits its routes."""
     hosts = [rank // (ranks_per_host or ranks) for rank in range(ranks)]
     found = []
     for routes in recorded:

@@ -1,4 +1,4 @@
-"""Routes of a run, as they came: written to a safetensors file, read again, and replayed.
+"""Record the routes of a run, write them to a safetensors file, read them again, and replay them.
 
 A file holds four tensors for each layer. Tokens stand in the order of (step, source rank, token); a step is one call of
 the layer, which all ranks make together.
@@ -53,7 +53,7 @@ class RecordedRoutes:
         return self.counts_SW.shape[1]
 
     def load(self) -> list[int]:
-        """The choices that fell on each expert."""
+        """How many choices each expert got."""
         chosen = self.ids_NK[self.ids_NK >= 0].long()
         load: list[int] = chosen.bincount(minlength=self.num_experts).tolist()
         return load
@@ -70,7 +70,7 @@ class RecordedRoutes:
     def rows_by_rank(self, placement: Placement) -> list[int]:
         """The choices that each rank would compute under a placement, replicas chosen as a layer chooses them.
 
-        On another number of ranks than was recorded, the tokens of a step are dealt out to them in turn.
+        On another number of ranks than was recorded, the tokens of a step are assigned to them in turns.
         """
         world = placement.world
         counts = self.counts_SW.long()
@@ -89,7 +89,7 @@ class RecordedRoutes:
 
 
 class RouteRecorder:
-    """Keeps the routes of every call of some layers of this rank, from its making on until `remove`."""
+    """Keeps the routes of every call of some layers on this rank, until `remove` is called."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self._layers = layers
@@ -102,7 +102,7 @@ class RouteRecorder:
         self._calls[layer.name].append(routes.to("cpu"))
 
     def remove(self) -> None:
-        """Keep no more routes."""
+        """Stop recording."""
         for hook in self._hooks:
             hook.remove()
 
@@ -141,7 +141,7 @@ class RouteRecorder:
 
 
 def _by_step(counts_SW: Tensor) -> Tensor:
-    """Where each token stands among tokens in the order of (rank, step), for the order of (step, rank).
+    """The index that brings tokens from the order of (rank, step) into the order of (step, rank).
 
     >>> _by_step(torch.tensor([[1, 2], [2, 0]])).tolist()
     [0, 3, 4, 1, 2]

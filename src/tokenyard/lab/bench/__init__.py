@@ -1,1 +1,1 @@
-"""Measurements, each beside its floor."""
+"""Benchmarks. Each figure is compared with its floor: the least time that the machine allows."""

@@ -1,13 +1,13 @@
-"""What does uneven load cost, and what does it cost to move experts? A layer under uniform and under Zipf load.
+"""How much time uneven load costs, and a move of experts: a layer under uniform and under Zipf load.
 
 Three layers of one plan take turns, in the same processes: one under uniform load, and two under the same Zipf load, of
-which one was rebalanced once. A round is one call of a layer on all ranks; it starts at one moment for all and ends
-when the last is done. `busiest / mean` is counted: the choices that each rank computes.
+which one was rebalanced once. A round is one call of a layer on all ranks; it starts at one moment for all ranks
+and ends when the last one is done. `busiest / mean` is not timed but counted, from the choices that each rank computes.
 
-Then two experts of each rank, of 12.6 MB each, move to the one before, and back.
+Then two experts of each rank, of 12.6 MB each, move to the rank before it, and back.
 
-**The floor of a call** is the call under uniform load. **That of a move** is a copy of as many bytes, by all ranks at
-once, out of memory of the same ranks; a switch has none.
+**The floor of a call** is the call under uniform load. **The floor of a move** is a copy of as many bytes, by all ranks
+at once, from memory that these ranks share. The pause of a switch to the new placement has no floor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, Routes, imbalance
 
 UNIFORM, BEFORE, AFTER = "uniform", "uneven", "uneven, rebalanced"
-# Of the call under uniform load; of the mean load; of a copy; ms.
+# Targets: times the call under uniform load, times the mean load, times a copy, and ms of a pause.
 MOST_OF_UNIFORM, MOST_OF_MEAN, MOST_OF_COPY, LONGEST_PAUSE = 1.15, 1.05, 2.0, 5.0
 # The layer whose experts move: 12.6 MB each, two on a rank.
 LARGE_EXPERTS: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 1024, "top_k": 1, "max_tokens": 1}
@@ -46,7 +46,7 @@ NOTES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A layer, and how uneven its load is. Every rank is told."""
+    """A layer, and how uneven its load is. Every rank gets a copy."""
 
     num_tokens: int = 128
     hidden_size: int = 256
@@ -72,7 +72,7 @@ class Job:
 
 
 def measure_balance(job: Job, ranks: int) -> list[Record]:
-    """Calls under each load, the move, and its pause."""
+    """Measure calls under each load, the move of experts, and its pause."""
     by_rank = launch(ranks, _measure_rank, job, ranks="processes", threads_per_rank=1)
     first = by_rank[0]
     ms = {name: slowest_ms(rank["calls"][name] for rank in by_rank) for name in (UNIFORM, BEFORE, AFTER)}
@@ -144,7 +144,7 @@ def _busiest(group: Group, made: Plan, name: str, routes: Routes) -> float:
 
 
 def _measure_moves(group: Group, rounds: int) -> dict[str, Any]:
-    """Large experts to the rank before and back, again and again; beside copies of as many bytes from the next rank."""
+    """Time moves of large experts to the rank before and back, and copies of as many bytes from the next rank."""
     found: dict[str, Any] = {"moves": [], "copies": [], "pauses": [], "nbytes": 0}
     spec = LayerSpec(name="large", num_experts=_LARGE * group.size, spare_experts=_LARGE, **LARGE_EXPERTS)
     made = plan([spec], group)

@@ -1,10 +1,10 @@
-"""The clock of all benchmarks in one process: pieces of work take turns, and each has a time for each round.
+"""The clock of all benchmarks in one process: it times several pieces of work in turns, round by round.
 
-On a GPU each piece of work is captured once, in a CUDA graph. A round replays each of them so often that it takes a
-while. Rounds that follow at once find the GPU as warm as hours of work do, and slower for that, where tensor cores are
-busy; with a rest before each it is as fast as it can be. On a CPU a round runs each piece of work once.
+On a GPU each piece of work is captured once, in a CUDA graph. A round replays each graph as often as fits into
+about 15 ms. In rounds without a pause the GPU is as warm as after hours of work, and slower for that where tensor cores
+are busy; with a rest before each round it is as fast as it can be. On a CPU a round runs each piece of work once.
 
-Every second round goes in the opposite order: a machine that slows down slows all of them down.
+Every second round goes in the opposite order, so that a machine that slows down affects all pieces of work alike.
 
 `Clock` is an argument wherever something is measured on a GPU: all but the clock runs on a CPU, too.
 """
@@ -22,10 +22,10 @@ from tokenyard.errors import InputError
 
 Work = Callable[[], Any]
 
-# µs that the replays of a round should take together, at least; and the most of them.
+# µs that the replays of one graph in a round should take together, and the most replays.
 ROUND_US = 15_000.0
 MOST_REPLAYS = 200
-# Seconds, and rounds, in which a GPU is found rested.
+# Seconds of rest before a round, and the number of such rounds.
 REST = 0.2
 RESTED_ROUNDS = 5
 
@@ -66,7 +66,7 @@ def _graph_times(
 def _host_times(rounds: int, seconds: float, works: Mapping[str, Work], /) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
-        work()  # the first call pays for pages and tables
+        work()  # the first call allocates pages and builds tables
     deadline = time.perf_counter() + seconds * len(works)
     number = 0
     while number < rounds or time.perf_counter() < deadline:
@@ -83,7 +83,7 @@ def _order(works: Mapping[str, Work], number: int) -> list[str]:
 
 
 def _captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:
-    work()  # compiles, and fails where a capture would fail
+    work()  # compiles kernels, and raises errors outside of a capture
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -92,7 +92,7 @@ def _captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """The µs of one replay, of so many back to back."""
+    """The mean µs of a replay, of `replays` replays back to back."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):
@@ -103,7 +103,7 @@ def _replay(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def check_gpu(otherwise: str) -> torch.device:
-    """The current GPU, or an error that says what is here, and what to do otherwise."""
+    """The current GPU. Without one, raise an error with `otherwise`, which says what to do instead."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise InputError(
@@ -116,6 +116,6 @@ def check_gpu(otherwise: str) -> torch.device:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Return what torch's allocator holds free on a GPU: the next cell may need it in other sizes."""
+    """Free the unused memory that torch's allocator caches on a GPU: the next cell may need other sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

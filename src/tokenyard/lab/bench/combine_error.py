@@ -1,11 +1,12 @@
-"""What the way back costs in accuracy: random layers on W ranks, beside the float64 oracle.
+"""The error that the format of the way back adds: random layers on W ranks, compared with the float64 oracle.
 
-A sure model hides what its exchange rounds: its answers stay right. Here the layer's output itself is compared: the
-relative L2 error of all tokens, ‖y − exact‖ / ‖exact‖, where `exact` is the oracle's, of the same bf16 rows and
-weights. Rows travel out as they are, and the experts compute in float32, so what differs is the way back.
+A model that is sure of its answers hides the rounding of its exchange: the answers stay right. Here the layer's output
+itself is compared: the relative L2 error of all tokens, ‖y − exact‖ / ‖exact‖, where `exact` is the oracle's result for
+the same bf16 rows and weights. Rows travel out as they are, and the experts compute in float32, so only the way back
+adds errors.
 
-One plan holds the layer once for each combine wire, on W threads, and the same tokens are shared out among them. With W
-only the number of rows changes that a token's result is summed from. The floor is the exact result in bf16, the dtype
+One plan holds the layer once for each combine wire, on W threads, and the same tokens are shared out among them. W
+changes only the number of rows that a token's result is summed from. The floor is the exact result in bf16, the dtype
 of the output.
 """
 
@@ -28,7 +29,7 @@ from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
 
-# Of the columns one in so many is an outlier, so many times as large in rows, and in results.
+# One column in so many is an outlier; how many times as large it is in rows, and in results.
 _OUTLIER_EVERY, _LARGER_ROWS, _LARGER_RESULTS = 100, 10.0, 50.0
 # The root mean square of the layer's output (of its ordinary columns), to a power of two.
 _SIZES = {"gaussian": 1.0, "outliers": 1.0, "small": 2.0**-7}
@@ -44,7 +45,7 @@ NOTES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """The layer whose output is compared, and how many of its kind are drawn."""
+    """The sizes of the layers whose outputs are compared, and how many are drawn."""
 
     hidden_size: int = 1024
     intermediate_size: int = 64
@@ -56,7 +57,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Drawn:
-    """One random layer, its batch, and what comes out exactly."""
+    """One random layer, its batch, and its exact output."""
 
     spec: LayerSpec
     weights: ExpertWeights
@@ -154,7 +155,7 @@ def _draw(study: Study, results: str, seed: int) -> _Drawn:
 
 
 def _outputs(drawn: _Drawn, ranks: int, combine_wires: Sequence[str]) -> dict[str, Tensor]:
-    """What comes out of the layer on so many ranks, by combine wire."""
+    """The output of the layer on so many ranks, by combine wire."""
     by_rank = launch(ranks, _share_of_outputs, drawn, combine_wires)
     outputs = {}
     for wire in combine_wires:

@@ -4,13 +4,13 @@
 checks, announcements and sums that a layer pays too. Routes are uniformly random and different on every rank.
 
 **What is not.** Encoding the rows (it has its own figure, `encode_ms`, from the same rounds) and the experts: the
-results are made once, before. An exchange that lets experts write into its workspace (`received.results`) finds
-them there, as it would after experts that do.
+results are made once, before. If an exchange lets experts write into its workspace
+(`received.results`), they are there already, as after experts that write there.
 
-**Beside what.** `gloo`: a bare `all_to_all_single` there and one back, of as many bytes as `two_sided` sends. Bytes
-are packed before, counts are known before, buffers are there; nothing is unpacked or summed. The floor: every
-rank copies as many bytes as its rows take, there and back, between buffers of its own, all ranks at once: each byte
-is read once and written once. (What reads a row once for several ranks, or sums as it reads, could go below.)
+**What it is compared with.** `gloo` is a bare `all_to_all_single` out and one back, of as many bytes as `two_sided`
+sends. Bytes are packed, counts known and buffers allocated before; nothing is unpacked or summed. The floor: every rank
+copies as many bytes as its rows take, out and back, between buffers of its own, all ranks at once; each byte is read
+once and written once. (An exchange that reads a row once for several ranks, or sums while it reads, could be faster.)
 
 **Why it is fair.** All contestants run in the same processes, in alternating rounds whose order rotates, so that a
 busy neighbor slows down all of them alike; ratios are taken round by round. A round starts at one moment for all
@@ -19,8 +19,8 @@ in it) and ends when the last rank is done. Processes of one host share the cloc
 compared with the bits that `two_sided` gave for the same batch; the first that differs ends the measurement.
 
 **What watching costs.** With `paranoid=True` every exchange takes part twice, plain and watched
-(`plan(paranoid=True)`), and both get results as experts on a CPU return them, not in their place. A watched one has a
-record of its own.
+(`plan(paranoid=True)`), and both get results as a tensor, as experts on a CPU return them, not in the workspace. A
+watched exchange has a record of its own.
 
 This is memory on one host. It says nothing about a link between hosts or GPUs.
 """
@@ -56,15 +56,15 @@ NOTE = (
     "encoding is not in the time"
 )
 REFERENCE = "two_sided"
-WATCHED = ", watched"  # behind the name of an exchange
-WARM_UP = 3  # rounds that are not counted: pages, connections, tables
-# One way out and back; returns the moment at which this rank was out.
+WATCHED = ", watched"  # suffix to the name of an exchange
+WARM_UP = 3  # rounds that are not counted: they allocate pages, connect, build tables
+# One round trip; returns the moment at which this rank had its rows.
 Trip = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A layer, its batches, and how often they are sent. Every rank is told."""
+    """A layer, its batches, and how often they are sent. Every rank gets a copy."""
 
     num_tokens: int = 512
     hidden_size: int = 2048
@@ -72,9 +72,9 @@ class Job:
     num_experts: int = 64
     wire: str = "bf16"
     combine_wire: str = "bf16"
-    exchanges: Sequence[str] | None = None  # None: all that can carry the layer between these ranks
+    exchanges: Sequence[str] | None = None  # None: all that support the layer between these ranks
     rounds: int = 30
-    paranoid: bool = False  # whether they take part a second time, watched
+    paranoid: bool = False  # whether each is measured a second time, watched
 
     @property
     def named(self) -> list[str]:
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What one rank found: seconds from the common start, (out, done), by contestant and round."""
+    """What one rank measured: seconds from the common start until its rows were there, and until it was done."""
 
     seconds: dict[str, list[tuple[float, float]]]
     sent_bytes: dict[str, tuple[int, int]]  # (out, back) in one round trip, by exchange
@@ -102,7 +102,7 @@ def measure_dispatch(
     """Time dispatch and combine of one layer through every exchange (or those named) on `world` ranks.
 
     One record per exchange, in ms of a round trip. Peer and floor stand beside it; threads have no gloo. Ratios are
-    taken round by round: `gloo / ours` is above 1 where ours is faster, `ours / floor` would be 1 where it is perfect.
+    taken round by round: `gloo / ours` is above 1 where ours is faster, `ours / floor` is 1 at best.
     Of the details `out_ms` lasts until the last rank has its rows, and `back_ms` is the rest; bytes are what all ranks
     together put on the wire in one round trip. With `paranoid` a record follows for each exchange that watches itself.
 
@@ -113,7 +113,7 @@ def measure_dispatch(
     """
     _check(job)
     for name in [REFERENCE, *job.named]:
-        draft([job.spec()], world, exchange=name)  # what does not fit is found out before any rank is started
+        draft([job.spec()], world, exchange=name)  # raises if it does not fit, before ranks are started
     threads = max(1, _usable_cores() // world)
     by_rank = launch(world, _measure_rank, job, ranks=kind, threads_per_rank=threads)
     return _records(job, world, by_rank)
@@ -163,7 +163,7 @@ class _Batch:
 
 
 class _Ours:
-    """Round trips of a batch through one exchange; `places`: results stand where they are read, if they can."""
+    """Round trips of a batch through one exchange. With `places`, results are in its workspace, if it has one."""
 
     def __init__(
         self, exchange: Exchange, exchange_spec: ExchangeSpec, batch: _Batch, *, places: bool
@@ -180,7 +180,7 @@ class _Ours:
         return out
 
     def explore(self, results_RH: Tensor | None) -> tuple[list[Tensor], Tensor]:
-        """One round trip, untimed; returns copies of what arrived here and of what came home."""
+        """Make a round trip that is not timed; return copies of what arrived here, and of the combined output."""
         dispatched = self._dispatch()
         arrived = _contents(dispatched.received)
         self.results_RH = (
@@ -197,7 +197,7 @@ class _Ours:
         result: ExpertRows | PlacedRows = ExpertRows(rows_RH=self.results_RH)
         buffer = dispatched.received.results if self.places else None
         if buffer is not None:
-            if buffer.rows_SH.data_ptr() not in self._written:  # in the rounds before those that count
+            if buffer.rows_SH.data_ptr() not in self._written:  # only in rounds that are not counted
                 buffer.rows_SH[buffer.slots_R] = self.results_RH.to(buffer.rows_SH.dtype)
                 self._written.add(buffer.rows_SH.data_ptr())
             result = buffer.placed()
@@ -205,7 +205,7 @@ class _Ours:
 
 
 def _contents(received: ReceivedRows) -> list[Tensor]:
-    """Copies of all that arrived; weights of choices that live elsewhere mean nothing, and are zero here."""
+    """Copies of all that arrived, with zeros as the weights of choices whose experts are elsewhere."""
     routes = received.routes
     assert isinstance(routes, LocalRoutes)
     weights_RK = torch.where(routes.ids_RK >= 0, routes.weights_RK, 0.0)
@@ -258,7 +258,7 @@ def _measure_rank(group: Group, job: Job) -> _Measured:
             done = time.perf_counter()
             if name in ours:
                 _check_bits(name, torch.equal(ours[name].y_TH, y_TH), f"in round {number}", group.rank)
-                ours[name].y_TH.fill_(torch.nan)  # a round that writes nothing is found out, too
+                ours[name].y_TH.fill_(torch.nan)  # so that a round that writes nothing is noticed, too
             if number >= 0:
                 seconds[name].append((out - start, done - start))
     for made in plans.values():
@@ -267,7 +267,7 @@ def _measure_rank(group: Group, job: Job) -> _Measured:
 
 
 def _able(group: Group, spec: LayerSpec) -> list[str]:
-    """The exchanges that carry this layer between these ranks, all of which run on this host."""
+    """The exchanges that support this layer between these ranks, which are all on this host."""
     exchange_spec = draft([spec], group.size, exchange=REFERENCE).wirings[0].exchange_spec
     hosts = [group.host()] * group.size
     return [
@@ -283,7 +283,7 @@ def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
 
 
 def _trip(out: Callable[[], object], back: Callable[[], object]) -> Trip:
-    """One way out and one back."""
+    """A round trip of a function for the way out, and one for the way back."""
 
     def trip() -> float:
         out()
@@ -295,7 +295,7 @@ def _trip(out: Callable[[], object], back: Callable[[], object]) -> Trip:
 
 
 def _bare_gloo(exchange_spec: ExchangeSpec, send: list[int], receive: list[int]) -> Trip:
-    """Ready bytes to every rank, and ready bytes back."""
+    """A round trip of packed bytes by gloo's `all_to_all_single`, to every rank and back."""
 
     def way(width: int, sent: list[int], received: list[int]) -> Callable[[], object]:
         sends, arrives = ([rows * width for rows in counts] for counts in (sent, received))
@@ -307,7 +307,7 @@ def _bare_gloo(exchange_spec: ExchangeSpec, send: list[int], receive: list[int])
 
 
 def _floor(exchange_spec: ExchangeSpec, num_rows: int) -> Trip:
-    """As many bytes as this rank's rows take, copied from one buffer into another, there and back."""
+    """A round trip of copies between two buffers, of as many bytes as this rank's rows take, out and back."""
 
     def way(width: int) -> Callable[[], object]:
         source, target = (torch.ones(num_rows * width, dtype=torch.uint8) for _ in range(2))
@@ -317,7 +317,7 @@ def _floor(exchange_spec: ExchangeSpec, num_rows: int) -> Trip:
 
 
 def _encode(exchange_spec: ExchangeSpec, batch: _Batch) -> Trip:
-    """What the sender pays before dispatch, on all ranks at once; there is no way back."""
+    """The encoding that the sender does before dispatch, on all ranks at once; there is no way back."""
     return _trip(lambda: exchange_spec.wire.encode(batch.x_TH), lambda: None)
 
 

@@ -1,14 +1,14 @@
-"""The figures of `bench dispatch --device cuda`: what is measured, and what it is held against.
+"""The cells of `bench dispatch --device cuda`, and the floors, targets and peers that figures are compared with.
 
-Nothing here needs a GPU. A *cell* is one figure: an operation, for so many ranks and tokens, in one format. It is held
-against three things:
+Nothing here needs a GPU. A *cell* is one figure: an operation, for so many ranks and tokens, in one format. It is
+compared with three things:
 
 - **the floor**: the bytes that the operation cannot avoid, read once and written once, over the bandwidth of a large
-  copy on the same GPU in the same run. Of a dispatch: the rows as they are, read; every encoded row with its ids and
-  its weights, written once for each (token, rank). Of a combine: every result, read; the sums, written. Batches of a
-  few tokens lie in the cache and take as long as their launches do: their floor says little;
+  copy on the same GPU in the same run. A dispatch reads the plain rows, and writes every encoded row with its ids and
+  weights, once for each (token, rank). A combine reads every result, and writes the sums. Batches of a few tokens are
+  in the cache, and take as long as their launches do: their floor says little;
 - **the target**: what this project set out to reach;
-- **the peer**: FlashInfer's one-sided exchange, which is handed rows that are encoded already. Our times include it.
+- **the peer**: FlashInfer's one-sided exchange, which gets rows that are encoded already. Our times include encoding.
 
 Targets and the peer's stored times hold for one shape on one kind of GPU, and are left out elsewhere.
 """
@@ -31,7 +31,7 @@ PER_RANK: Launch = "a stream per rank"
 
 TABLE_WIRES = ("bf16", "mxfp8", "nvfp4(global_scale=448.0)")
 EXTRA_WIRES = ("fp8_block128", "nvfp4")
-# (ranks, tokens of each) where neither is chosen; and what is combined with the other where one is.
+# (ranks, tokens of each) if neither is chosen. If one is chosen, `WORLDS` or `TOKENS` stands for the other.
 PAIRS = ((4, 16), (4, 128), (4, 1024), (4, 4096), (8, 1024), (8, 4096))
 QUICK_PAIRS = ((4, 16), (4, 1024))
 WORLDS = (4, 8)
@@ -39,7 +39,7 @@ TOKENS = (16, 128, 1024, 4096)
 # Up to so many tokens a round trip is measured, too; from so many on, a combine alone.
 SMALL_BATCH = 64
 LARGE_BATCH = 1024
-# Streams of one captured graph that wait for each other: eight of them hung in some runs.
+# The most streams of one captured graph that wait for each other: eight of them hung in some runs.
 MOST_STREAMS = 4
 
 
@@ -88,7 +88,7 @@ STORED: _ByWire = {
     ("round trip", 4, 16): (21.9, 22.0, 21.4),
     ("round trip", 4, 32): (22.5, 22.1, 21.8),
 }
-# What quantizing in a pass of its own adds to it, where that was measured. bf16 rows are sent as they are.
+# µs that the peer takes to quantize in a separate pass, where that was measured. bf16 rows are not quantized.
 QUANTIZER = "FlashInfer + quantizer"
 QUANTIZER_ADDS: _ByWire = {
     ("dispatch", 4, 1024): (0, 21, 18),
@@ -158,7 +158,7 @@ def dispatch_record(
     times: Sequence[float] = (),
     note: str = "",
 ) -> Record:
-    """A cell's figures: `times` are µs, one of each round; none, where `note` says what went wrong."""
+    """The record of a cell. `times` are µs, one for each round; there are none if `note` says what went wrong."""
     moved = traffic(cell, shape, rows_sent) if rows_sent is not None else None
     floor = moved.nbytes / copy_bytes_per_us if moved is not None else None
     # Targets and the peer's stored times are for one shape on one GPU.
@@ -184,7 +184,7 @@ def dispatch_record(
 
 
 def with_peer(record: Record, cell: DispatchCell, us: float, source: str) -> Record:
-    """A record with the peer's time for rows that are encoded already, and with its quantizer where that is known."""
+    """A record with the peer's time for encoded rows and, where that is known, with its time including a quantizer."""
     adds = 0.0 if cell.wire == "bf16" else _by_wire(QUANTIZER_ADDS, cell)
     quantizer = {QUANTIZER: Spread(us + adds)} if adds is not None else {}
     return replace(

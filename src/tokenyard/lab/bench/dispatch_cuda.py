@@ -40,7 +40,7 @@ NOTE = "ours encode on the way; ranks share one GPU's memory: this is not the sp
 
 
 def check_cells(cells: Sequence[DispatchCell], shape: Shape, rounds: int) -> None:
-    """Raise if a cell cannot be measured. Asked before the time is spent."""
+    """Raise if a cell cannot be measured. Called before anything is measured."""
     check_top_k(shape.top_k, shape.num_experts)
     check_rounds(rounds)
     for name in dict.fromkeys([*(cell.wire for cell in cells), shape.combine_wire]):
@@ -56,7 +56,7 @@ def measure_cells(
     clock: Clock,
     copy_bytes_per_us: float,
 ) -> Iterator[Record]:
-    """The figures of one cell after the other. What goes wrong in a cell is its note."""
+    """The records of the cells, one after the other. An error in a cell becomes the note of its record."""
     for cell in cells:
         found: dict[str, Any] = {"rows_sent": None}
         try:
@@ -69,7 +69,7 @@ def measure_cells(
 
 
 def _measure(cell: DispatchCell, shape: Shape, device: torch.device, clock: Clock) -> tuple[int, list[float]]:
-    # It needs Triton, which a CPU's torch does not bring.
+    # Imported here, because it needs Triton, which a CPU build of torch does not bring.
     virtual_ranks: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
     sets = ROTATION if cell.tokens < ROTATED_BELOW else 1
     batches = [virtual_ranks.Batch.draw(cell, shape, device, seed) for seed in range(sets)]
@@ -81,9 +81,9 @@ def _measure(cell: DispatchCell, shape: Shape, device: torch.device, clock: Cloc
 
 
 def measure_peers(records: list[Record], shape: Shape, *, device: torch.device, clock: Clock) -> str | None:
-    """Put FlashInfer's own times of this GPU into the records, where it is installed; returns what came of it.
+    """Measure FlashInfer on this GPU, if it is installed, and put its times into the records; return a note.
 
-    Asked after all of ours: a peer that breaks takes the GPU's context with it.
+    Called after all cells of ours: a peer that fails may leave the GPU's context unusable.
     """
     peer: Any = importlib.import_module("tokenyard.lab.bench.flashinfer_peer")
     if (version := peer.installed_version()) is None:
@@ -94,7 +94,7 @@ def measure_peers(records: list[Record], shape: Shape, *, device: torch.device, 
         if peer.can_measure(cell):
             try:
                 times = peer.measure(cell, shape, device=device, clock=clock)
-            except Exception as error:  # whatever another version's interface answers
+            except Exception as error:  # another version may have another interface
                 return f"FlashInfer {version} could not be measured: {type(error).__name__}: {error}"
             source = f"FlashInfer {version}, measured"
             records[number] = with_peer(record, cell, statistics.median(times), source)

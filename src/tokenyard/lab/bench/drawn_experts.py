@@ -1,8 +1,8 @@
 """Random experts of any format for a benchmark, made quickly, and the results that they must give.
 
-One expert is drawn and quantized. Expert e is that one with its outputs turned by e steps: its bytes are moved, not
-quantized again, and no two experts are the same, so that a kernel that takes the wrong one is found out. The reference
-turns the decoded numbers in the same way, and multiplies in float32.
+One expert is drawn and quantized. Expert e is that one with its outputs rolled by e steps: bytes are moved, not
+quantized again, and no two experts are the same, so that a kernel that takes the wrong one is noticed. The reference
+rolls the decoded numbers in the same way, and multiplies in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertsSpec, ExpertWeights
 from tokenyard.formats import QuantizedMatrix, weight_format
 
-# Of relative L2 error against float32: three roundings to bf16 (between the products, of a pair, of the sum) are 0.3%.
+# The most relative L2 error against float32. Three roundings to bf16 (between products, of pairs, of sums) are 0.3%.
 TOLERANCE = 6e-3
 _DEVIATION = 0.02  # of drawn weights, as those of trained layers
 
@@ -39,7 +39,7 @@ class DrawnExperts:
         """Random experts as a spec wants them."""
         draw = torch.Generator(device).manual_seed(seed)
         format = weight_format(spec.weights)
-        # Where a scale is shared by a block of outputs, whole blocks are turned.
+        # Where a block of outputs shares a scale, whole blocks are rolled.
         step = 128 if spec.weights == "fp8_block128" else 8
         held: dict[str, Tensor | QuantizedMatrix] = {}
         first = []
@@ -58,7 +58,7 @@ class DrawnExperts:
         return w13, w2
 
     def add_results(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, y_RH: Tensor) -> None:
-        """Add to `y_RH` what these experts give for float32 rows: gate rows first, SiLU, weights on the output."""
+        """Add to `y_RH` the results of these experts for float32 rows: gate before up, SiLU, weights on the output."""
         for expert in ids_RK.unique().tolist():
             if expert < 0:
                 continue
@@ -89,7 +89,7 @@ def _turned(one: QuantizedMatrix, experts: int, step: int) -> QuantizedMatrix:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 numbers in float32, whatever the caller has allowed."""
+    """Inside, float32 products are not computed in TF32, whatever the caller has allowed."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -111,7 +111,7 @@ def check_results(found: Tensor, expected: Tensor, what: str) -> float:
 
 
 def check_replayed(replayed: Tensor, again: Tensor, what: str) -> None:
-    """Raise unless a graph left what a run outside of it gives: sums have one order, so bit by bit."""
+    """Raise unless a replayed graph gave the bits of a run outside of it: sums have a fixed order."""
     if not torch.equal(replayed, again):
         raise ContractError(
             f"{what} gave other bits in a replayed graph",

@@ -1,20 +1,20 @@
 """How fast are experts? The whole stage beside the floor, a target, and peers, on a GPU and on a CPU.
 
-**What is timed.** Sorting pairs by expert, both products with the activation, weights and sums: from rows as they
-arrive to results where `combine` reads them. On a GPU (`FUSED`) a CUDA graph holds several batches with routes of their
-own; weights of the experts that are hit are far larger than the cache. Figures are of rounds that follow at once, and
-beside them of rounds after a rest. On a CPU (`GROUPED`) ours and the peer take turns.
+**What is timed.** From received rows to results where `combine` reads them: sorting pairs by expert, both products with
+the activation, weights and sums. On a GPU (`FUSED`) a CUDA graph holds several batches with routes of their
+own; weights of the experts that are hit are far larger than the cache. Figures are of rounds without a
+pause, and beside them of rounds after a rest. On a CPU (`GROUPED`) ours and the peer take turns.
 
 **Batches.** Routes are uniform over all experts of the layer. A rank gets the rows that have an expert of its own, cut
 so that there are exactly as many pairs of a row and an expert as the cell says.
 
 **Why it can be trusted.** Before a cell is timed, one of its batches is compared with decoded weights and float32
-products at full size; after it, what a graph left is compared with runs outside of it, bit by bit. A cell that
+products at full size; after it, the results of a graph are compared with runs outside of it, bit by bit. A cell that
 differs is shown with the reason and without a time.
 
-**The floor** is the larger of two. The bytes of the experts that are really hit, of the rows that come in and of the
-results that go out, over the rate at which the machine reads memory; and the arithmetic of both products over the rate
-of a plain matrix product of the same type, fp8 where rows and weights are. Both measured in the same run.
+**The floor** is the larger of two times: the bytes of the experts that are really hit, of the rows that arrive and of
+the results, over the rate at which the machine reads memory; and the operations of both products over the rate of a
+plain matrix product of the same type, fp8 where rows and weights are. Both rates are measured in the same run.
 
 `Clock` and `device` are arguments: all but the clock of a GPU runs on a CPU, too, with Triton's interpreter.
 """
@@ -40,7 +40,7 @@ from tokenyard.lab.bench.shapes import BESIDE, PEERS, TARGETS, WITHIN, Case, Cel
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
 
 ROUNDS = 15
-# Batches of a graph; where one has many rows, a few will do.
+# Batches of a graph; fewer, where a batch has many pairs.
 ROTATION = 8
 MANY_PAIRS = 4096
 ROTATION_OF_MANY = 3
@@ -66,7 +66,7 @@ class Kind:
     peer: PeerOf
     in_place: bool  # whether there is a buffer that results are written into
     takes_turns: bool  # whether ours and the peer take turns in the same rounds
-    us: float  # of the unit of the figures
+    us: float  # in one unit of the figures
 
 
 FUSED = Kind(FusedExperts, grouped_peer, in_place=True, takes_turns=False, us=1.0)
@@ -126,7 +126,7 @@ def draw_batches(cell: Cell, device: torch.device, *, in_place: bool = True) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the batches of a cell are, on average: what cannot be avoided follows from it."""
+    """Means over the batches of a cell, from which its floor is computed."""
 
     rows: float  # that arrive
     experts_hit: float
@@ -165,7 +165,7 @@ def floor_of(cell: Cell, load: Load, rates: Rates) -> Floor:
     per_row = get(cell.rows_format).bytes_per_row(hidden) + ids_and_weights + 2 * hidden
     nbytes = load.experts_hit * load.bytes_per_expert + load.rows * per_row
     flops = 2.0 * cell.shape.pairs(cell.size) * 3 * hidden * inner
-    # Where this torch has no fp8 product, nobody knows its rate: the floor is of bytes, then.
+    # Where this torch has no fp8 product, its rate is not known: the floor is then that of bytes.
     rate = rates.fp8 if cell.rows_format != "bf16" else rates.product
     return Floor(nbytes, flops, nbytes / rates.read, flops / rate if rate else 0.0)
 
@@ -186,9 +186,10 @@ def experts_record(
     us: float = 1.0,
     note: str = "",
 ) -> Record:
-    """A cell's figures: `times` are µs, one of each round; none, where `note` says what went wrong.
+    """The record of a cell. `times` are µs, one for each round; there are none if `note` says what went wrong.
 
-    `beside` is the time of the format that this one is held against, in the same run; a figure has so many `us`.
+    `beside` is the time of the format that this one's target refers to, in the same run; `us` is the unit of figures
+    in µs.
     """
     target = cell.figure_of(TARGETS) if is_h200 else None
     if target is None and beside is not None:
@@ -214,7 +215,7 @@ def experts_record(
 
 
 def measure_experts(cells: Sequence[Cell], *, kind: Kind, machine: Machine) -> Iterator[Record]:
-    """The figures of one cell after the other. What goes wrong in a cell is its note."""
+    """The records of the cells, one after the other. An error in a cell becomes the note of its record."""
     device, is_h200 = machine.device, "H200" in machine.name
     measured: dict[Cell, float] = {}
     for (_, weights), group in groupby(cells, key=lambda cell: (cell.case, cell.weights)):
@@ -261,7 +262,7 @@ def measure_experts(cells: Sequence[Cell], *, kind: Kind, machine: Machine) -> I
                 elif not kind.takes_turns:
                     record = _with_torch(record, kind.peer, drawn, batches, machine.clock)
                 del batches
-            except Exception as trouble:  # ours, torch's, or Triton's, which is none of both
+            except Exception as trouble:  # ours, torch's or Triton's, which have no common base
                 record = experts_record(cell, is_h200=is_h200, note=f"{type(trouble).__name__}: {trouble}")
             yield record
             give_back_memory(device)
@@ -272,13 +273,13 @@ def measure_experts(cells: Sequence[Cell], *, kind: Kind, machine: Machine) -> I
 def _with_torch(
     record: Record, peer_of: PeerOf, drawn: DrawnExperts, batches: Sequence[ReceivedRows], clock: Clock
 ) -> Record:
-    """A record with the time of torch's products, or why they have none."""
+    """A record with the time of torch's products, or with the reason why they could not be measured."""
     try:
         peer = peer_of(drawn, batches)
         if peer is None:
             return record
         spread = Spread.of(us / len(batches) for us in clock({"peer": peer.work})["peer"])
-    except Exception as error:  # whatever another version's kernel answers
+    except Exception as error:  # another version's kernel may refuse anything
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         return replace(record, details={**record.details, "peer_not_measured": why})
     return replace(
@@ -287,7 +288,7 @@ def _with_torch(
 
 
 def stage_of(experts: Experts, batches: Sequence[ReceivedRows]) -> Work:
-    """The whole stage of all batches."""
+    """Work that runs the experts on all batches."""
 
     def run() -> None:
         for batch in batches:
@@ -297,7 +298,7 @@ def stage_of(experts: Experts, batches: Sequence[ReceivedRows]) -> Work:
 
 
 def results_of(experts: Experts, batch: ReceivedRows) -> Tensor:
-    """What experts give for a batch, wherever they leave it."""
+    """The results of experts for a batch: as they are returned, or from the buffer of the batch."""
     result = experts(batch)
     if isinstance(result, ExpertRows):
         return result.rows_RH
@@ -306,7 +307,7 @@ def results_of(experts: Experts, batch: ReceivedRows) -> Tensor:
 
 
 def check_batch(experts: Experts, drawn: DrawnExperts, batch: ReceivedRows, what: str) -> float:
-    """The error of a batch; raise where it is too large."""
+    """The relative error of the results of a batch; raise if it is too large."""
     assert isinstance(batch.routes, LocalRoutes)
     if batch.results is not None:
         batch.results.rows_SH.fill_(torch.nan)

@@ -1,8 +1,8 @@
-"""What our experts are measured beside, in the same run: torch's grouped products, or Transformers' experts.
+"""The peers of our experts, measured in the same run: torch's grouped products, or Transformers' experts.
 
 On a GPU a peer gets rows that are sorted by expert before the clock starts, and ends with a result for each pair: no
-sorting, no weights, no sums. Between its products stand SiLU and a product of numbers, as torch computes them; for fp8
-also the quantization of the rows in between. On a CPU a peer computes the same layer as ours, and results are compared:
+sorting, no weights, no sums. Between its products torch computes SiLU and an elementwise product; for fp8 it
+also quantizes the rows in between. On a CPU a peer computes the same layer as ours, and results are compared:
 Transformers' experts on the same bf16 weights, or for quantized ones all matrices decoded to bf16 first.
 """
 
@@ -29,11 +29,11 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer's work."""
+    """A peer: its name, and the work that is timed."""
 
     name: str
     work: Work
-    difference: float | None = None  # of its results from ours, where both compute the same
+    difference: float | None = None  # of its results from ours, if both compute the same layer
 
 
 # -- On a GPU ----------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def grouped_peer(drawn: DrawnExperts, batches: Sequence[ReceivedRows]) -> Peer |
 
 
 def _sorted(batch: ReceivedRows, experts: int) -> tuple[Tensor, Tensor]:
-    """The row of each pair, by expert, and where each expert's pairs end (int32)."""
+    """The row of each pair, sorted by expert, and the end of each expert's pairs (int32)."""
     assert isinstance(batch.routes, LocalRoutes)
     ids_RK = batch.routes.ids_RK
     row_N, choice_N = (ids_RK >= 0).nonzero(as_tuple=True)
@@ -166,7 +166,7 @@ def compare(ours: Tensor, theirs: Tensor, peer: str) -> float:
 
 
 def check_transformers(version: str = "5.17", peer: str = "experts are") -> None:
-    """Raise where Transformers is not installed. Asked before the time is spent."""
+    """Raise if Transformers is not installed. Called before anything is measured."""
     try:
         from transformers.models.qwen3_moe import configuration_qwen3_moe  # noqa: F401
     except ImportError as error:

@@ -24,7 +24,7 @@ _MODULE = "flashinfer.comm.trtllm_moe_alltoall"
 
 
 def installed_version() -> str | None:
-    """Of FlashInfer; None where it cannot be imported."""
+    """The version of FlashInfer; None if it is not installed."""
     if importlib.util.find_spec("flashinfer") is None:
         return None
     try:
@@ -39,7 +39,7 @@ def can_measure(cell: DispatchCell) -> bool:
 
 
 def measure(cell: DispatchCell, shape: Shape, *, device: torch.device, clock: Clock) -> list[float]:
-    """µs of its dispatch, or of its round trip, once for each round."""
+    """µs of FlashInfer's dispatch, or of its round trip, once for each round."""
     peer: Any = importlib.import_module(_MODULE)
     world, tokens, hidden = cell.ranks, cell.tokens, shape.hidden_size
     exchange_spec = exchange_spec_of(cell, shape)

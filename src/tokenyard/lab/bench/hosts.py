@@ -1,15 +1,15 @@
 """How fast is a layer whose ranks are on several hosts? Each exchange over the same links, beside the floor.
 
 Hosts are network namespaces of this machine (`tokenyard.lab.hosts`), whose links have a rate and a delay. Ranks are
-processes. A round is one call of a layer on all ranks: experts that only scale rows, so that the links are what
-takes time. It starts at one moment for all ranks and ends when the last is done: namespaces share the clock.
+processes. A round is one call of a layer on all ranks, whose experts only scale rows, so that the links take most
+of the time. It starts at one moment for all ranks and ends when the last is done: namespaces share the clock.
 
-**The floor** is what must cross: of each token one row to each other host that has one of its experts, and one result
-back, over the rate of the link that carries most; and the delay of the way out and of the way back.
+**The floor** is the time of the bytes that must cross: of each token one row to each other host that has one of its
+experts, and one result back, over the rate of the link that carries most; plus the delay of both ways.
 
-**What is counted.** `crossed_MB` is the count of the switch, of all links together, in one call; `least_MB` are the
-bytes of the floor. All exchanges run in the same processes, in turns. Every result is compared with the bits of the
-one-process twin, with the hosts of the plan.
+**What is counted.** `crossed_MB` are the bytes that the switch counted on all links together in one call; `least_MB`
+are the bytes of the floor. All exchanges run in the same processes, in turns. Every result is compared with the bits
+of the one-process twin, with the hosts of the plan.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ScalingExperts(Experts):
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows:
-        """Each row times the sum of its weights, each times a number of its expert. Written where results are read."""
+        """Each row times the sum of its weights, each times a number of its expert; in the results' buffer, if any."""
         assert finalize
         routes, buffer = received.routes, received.results
         assert isinstance(routes, LocalRoutes)
@@ -87,7 +87,7 @@ class ScalingExperts(Experts):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A layer, the hosts of its ranks and their links. Every rank is told."""
+    """A layer, the hosts of its ranks and their links. Every rank gets a copy."""
 
     ranks_by_host: Sequence[int] = (4, 4)
     num_tokens: int = 256
@@ -98,7 +98,7 @@ class Job:
     exchanges: Sequence[str] = EXCHANGES
     rate: float = 200.0  # Mbit/s of each link, each way
     delay: float = 0.0  # ms from one host to another
-    compute: float = 0.0  # ms that experts compute, where it is measured what overlaps (`hosts_overlap`)
+    compute: float = 0.0  # ms that experts compute, in `hosts_overlap`
     rounds: int = 5
 
     def spec(self) -> LayerSpec:
@@ -117,7 +117,7 @@ class Job:
 
     @property
     def lead(self) -> float:
-        """Seconds between the agreement on a start and the start: all ranks hear of it over the links in between."""
+        """Seconds between the agreement on a start and the start: the agreement has to cross the links in between."""
         return LEAD + 4 * self.delay / 1e3
 
     def rows(self, rank: int) -> Tensor:
@@ -138,7 +138,7 @@ def measure_hosts(job: Job) -> list[Record]:
 
 
 def found_by_ranks(job: Job, module: str) -> list[dict[str, Any]]:
-    """What each rank of a job finds that runs a module of this package on its host."""
+    """Run a module of this package on every rank of a job, each on its host; return what each rank measured."""
     with temporary_folder("tokenyard-hosts-") as folder:
         (folder / _JOB).write_text(json.dumps(asdict(job)))
         longest = 300.0 + job.rounds * len(job.exchanges) * 10.0  # seconds, after which the hosts are ended
@@ -155,7 +155,7 @@ def found_by_ranks(job: Job, module: str) -> list[dict[str, Any]]:
 
 
 def rows_between(job: Job, source: int, target: int, *, once: bool) -> int:
-    """Rows of one host's tokens that go to another: once for each token, or to each rank that has an expert of it."""
+    """Rows from one host to another: one for each token (`once`), or one for each rank that has an expert of it."""
     placement = Placement.contiguous(job.num_experts, sum(job.ranks_by_host))
     rows = 0
     for rank in job.hosts.ranks[source]:
@@ -166,7 +166,7 @@ def rows_between(job: Job, source: int, target: int, *, once: bool) -> int:
 
 
 def bytes_from_hosts(job: Job, *, once: bool) -> list[int]:
-    """Bytes that each host sends to others in one call: rows of its own tokens, and results of the others'."""
+    """Bytes that each host sends to the others in one call: rows of its own tokens, and results for theirs."""
     exchange_spec = draft([job.spec()], sum(job.ranks_by_host), exchange="two_sided").wirings[0].exchange_spec
     out, back = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
     hosts = range(len(job.ranks_by_host))
@@ -241,7 +241,7 @@ def set_links(group: Group, job: Job, links: Links) -> None:
 
 
 def main(folder: Path, measure: Callable[[Group, Job, Links], dict[str, Any]]) -> None:
-    """One rank on one host."""
+    """Run one rank on one host: measure, and write what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = DistributedGroup(deadline=_DEADLINE)

@@ -1,4 +1,4 @@
-"""Does computation hide behind travel? A layer over links with a delay, whose experts compute for a while.
+"""Does computation overlap with travel? A layer over links with a delay, whose experts compute for a set time.
 
 Hosts, links and ranks are those of `hosts`. Each exchange is measured in six ways, in turns in the same processes:
 
@@ -9,9 +9,9 @@ Hosts, links and ranks are those of `hosts`. Each exchange is measured in six wa
     shared for the way out    the same, with shared experts that compute half as long as the exchange alone takes
     shared for the round trip    the same, as long as it takes
 
-The experts compute for a time of the clock, products of matrices, and scale rows: on a machine with few cores they do
-not get longer for what runs beside them. The floor of what overlaps is the longer of travel and computation, that of
-micro-batches one after another is their sum, and that of shared experts is the exchange alone. Every result is
+The experts multiply matrices until a set time has passed, and scale rows: on a machine with few cores they do not take
+longer because of work that runs beside them. The floor of what overlaps is the longer of travel and computation, that
+of micro-batches one after another is their sum, and that of shared experts is the exchange alone. Every result is
 compared with the bits of the one-process twin.
 """
 
@@ -66,10 +66,10 @@ class ComputingExperts(ScalingExperts):
     """Experts that scale rows, and compute for a while."""
 
     name = "computing"
-    seconds = 0.0  # of all of them in this process
+    seconds = 0.0  # that they compute; one value for this process
 
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows:
-        """What scaling experts return, so many seconds later."""
+        """Compute for `seconds`, and return what scaling experts return."""
         compute_for(self.seconds)
         return super().compute(received, finalize=finalize)
 
@@ -91,7 +91,7 @@ def _measure_exchange(group: Group, job: Job, links: Links, exchange: str) -> di
     parts = [(x_TH[part], routes.of_tokens(part)) for part in (slice(0, half), slice(half, None))]
     made = plan([spec], group, exchange=exchange, in_flight=2)
     mine, wiring = weights.select(made.local_experts(spec.name)), made.wiring(spec.name)
-    shared_s = alone_s = 0.0  # for which shared experts compute, and which the exchange alone took last
+    shared_s = alone_s = 0.0  # seconds that shared experts compute, and that the exchange alone took last
 
     def shared(x_TH: Tensor) -> Tensor:
         compute_for(shared_s)
@@ -105,7 +105,7 @@ def _measure_exchange(group: Group, job: Job, links: Links, exchange: str) -> di
     whole_TH = twin(wiring, weights, x_TH, routes, group.rank)
     parts_TH = torch.cat([twin(wiring, weights, *part, group.rank) for part in parts])
     set_links(group, job, links)
-    # What is called, the ms for which experts compute, and what must come out.
+    # The call, the ms that experts compute, and the expected output.
     ways: dict[str, tuple[Callable[[], Tensor], float, Tensor]] = {
         TRAVEL: (in_turn, 0.0, parts_TH),
         IN_TURN: (in_turn, job.compute, parts_TH),

@@ -2,7 +2,7 @@
 
 W virtual ranks share one GPU, each with experts and a workspace of its own, and all of them run in one CUDA graph: a
 dispatch of all ranks in one launch, the experts of one rank after the other, a combine of all ranks in one launch. The
-figure is the time of all ranks divided by W. Experts take most of it, so rows alone are measured, too: there and back.
+figure is the time of all ranks divided by W. Experts take most of it, so the exchange of rows is measured alone, too.
 
 **The allgather** is made of plain device copies in a graph of the same kind: every rank copies the rows, ids and
 weights of all ranks into its own memory, runs the same experts on them, with -1 for experts that live elsewhere, and
@@ -13,8 +13,8 @@ Both take turns in the same rounds; the ratio is taken round by round.
 **The floor** is that of the experts of one rank, and the bytes that rows take out and back over the rate of a copy.
 
 **Why it can be trusted.** Before a cell is timed, the results of both are compared with decoded weights and float32
-products, token by token; after it, what the graphs left is compared with a run outside of them, bit by bit. What is
-not measured is a link: no byte leaves the GPU. `DeepGEMM` is the time of its fused layer on eight H200 with links.
+products, token by token; after it, the results of the graphs are compared with a run outside of them, bit by bit. No
+link is measured: no byte leaves the GPU. `DeepGEMM` is the time of its fused layer on eight H200 with links.
 
 `Clock` and `device` are arguments: all but the clock runs on a CPU, too, with Triton's interpreter.
 """
@@ -59,7 +59,7 @@ DEEPGEMM_NOTE = "DeepGEMM: its fused fp8 layer on 8 × H200 with links, the exch
 
 
 def check_layer(ranks: int, num_experts: int, top_k: int, weights: Sequence[str]) -> None:
-    """Raise if a layer cannot be measured. Asked before the time is spent."""
+    """Raise if a layer cannot be measured. Called before anything is measured."""
     check_top_k(top_k, num_experts)
     for name in weights:
         weight_format(name)
@@ -72,7 +72,7 @@ def check_layer(ranks: int, num_experts: int, top_k: int, weights: Sequence[str]
 
 
 def measure_layer(cells: Sequence[Cell], machine: Machine) -> Iterator[list[Record]]:
-    """The figures of one cell after the other: of the whole layer, and of rows alone. Trouble is a cell's note."""
+    """Two records per cell: of the whole layer, and of rows alone. An error in a cell becomes the note of a record."""
     device = machine.device
     drawn: list[DrawnExperts] = []
     experts: list[FusedExperts] = []
@@ -86,7 +86,7 @@ def measure_layer(cells: Sequence[Cell], machine: Machine) -> Iterator[list[Reco
                 experts = [FusedExperts(cell.spec, mine.weights, adopt=True) for mine in drawn]
                 held = (cell.shape, cell.weights)
             yield _measure(cell, drawn, experts, machine)
-        except Exception as error:  # ours, torch's, or Triton's, which is none of both
+        except Exception as error:  # ours, torch's or Triton's, which have no common base
             yield [Record(parameters=_parameters(cell, WHOLE), note=f"{type(error).__name__}: {error}")]
         give_back_memory(device)
 
@@ -98,7 +98,7 @@ def _parameters(cell: Cell, measured: str) -> dict[str, Any]:
 def _measure(
     cell: Cell, drawn: list[DrawnExperts], experts: list[FusedExperts], machine: Machine
 ) -> list[Record]:
-    # It needs Triton, which a CPU's torch does not bring.
+    # Imported here, because it needs Triton, which a CPU build of torch does not bring.
     virtual_ranks: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
     world, device, clock, rates = cell.shape.ranks, machine.device, machine.clock, machine.rates
     travel = DispatchCell(operation="round trip", ranks=world, tokens=cell.size, wire=cell.rows_format)
@@ -186,7 +186,7 @@ class AllGatherLayer:
         self.y_TH = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
         local = experts[0].spec.num_local_experts
         id_E = torch.arange(world * local, dtype=torch.int32, device=device)
-        # What an expert of the layer is to each rank.
+        # For each rank: the local id of each expert of the layer, or -1.
         self._local = [
             torch.where(id_E // local == rank, id_E - rank * local, -1).int() for rank in range(world)
         ]
@@ -222,7 +222,7 @@ class AllGatherLayer:
 
 
 def _all_of(batches: Sequence[Batch], layer: OneSidedLayer | AllGatherLayer, *, experts: bool = True) -> Work:
-    """All batches through a layer, one after the other."""
+    """Work that runs all batches through a layer, one after the other."""
 
     def run() -> None:
         for batch in batches:
@@ -232,13 +232,13 @@ def _all_of(batches: Sequence[Batch], layer: OneSidedLayer | AllGatherLayer, *, 
 
 
 def _compute(experts: Sequence[FusedExperts], received: Sequence[ReceivedRows]) -> None:
-    """The experts of one rank after the other."""
+    """Run the experts of one rank after the other."""
     for mine, rows in zip(experts, received, strict=True):
         mine(rows)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """The same bits, by a kernel: in a graph `copy_` is left to the copy engines, which are slower."""
+    """Copy bits by a kernel: in a graph, `copy_` would run on the copy engines, which are slower."""
     torch.bitwise_or(source.view(torch.int32), 0, out=target.view(torch.int32))
 
 

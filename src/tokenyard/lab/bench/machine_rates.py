@@ -1,6 +1,6 @@
-"""What a machine can do at best, in the same run as what is held against it: moving bytes, and plain matrix products.
+"""The best rates of a machine, measured in the run that uses them: moving bytes, and plain matrix products.
 
-Rates are the machine's, so of several ways to reach one the fastest counts. All are per µs.
+A rate is the fastest of several ways to do the same. All are per µs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Rates:
     """Bytes read and bytes copied per µs, and operations per µs of a product of plain and of fp8 numbers."""
 
     read: float
-    copy: float  # what it reads and what it writes
+    copy: float  # bytes read plus bytes written
     product: float  # bf16 on a GPU, the faster of bf16 and float32 on a CPU
     fp8: float | None  # None: this torch has no such product here
 
     def as_setup(self) -> dict[str, float]:
-        """As a document says them."""
+        """The rates as a document of a benchmark has them, in TB/s and TFLOP/s."""
         fp8 = {"fp8_TFLOP_per_s": self.fp8 / 1e6} if self.fp8 is not None else {}
         plain = {"copy_TB_per_s": self.copy / 1e6, "plain_TFLOP_per_s": self.product / 1e6}
         return {"read_TB_per_s": self.read / 1e6, **plain, **fp8}
@@ -47,17 +47,17 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What something is measured on."""
+    """The device that something is measured on, its clocks and its rates."""
 
     device: torch.device
     name: str
-    clock: Clock  # of rounds that follow at once
+    clock: Clock  # of rounds without a pause
     rested: Clock | None = None  # of rounds with a rest before each
     rates: Rates
 
     @classmethod
     def gpu(cls, rounds: int, otherwise: str = ON_THE_CPU) -> Machine:
-        """The current GPU; raise where there is none, and say what to do `otherwise`."""
+        """The current GPU. Without one, raise an error with `otherwise`, which says what to do instead."""
         device = check_gpu(otherwise)
         clock = graph_clock(device, rounds)
         return cls(
@@ -69,7 +69,7 @@ class Machine:
         )
 
     def rested_note(self) -> str:
-        """What a document says of rounds after a rest."""
+        """The note of a document on rounds after a rest."""
         assert self.rested is not None
         product = measure_rates(self.device, self.rested).product / 1e6
         return f"rested: after {REST} s without work before each round; bf16 products reach {product:.0f} TFLOP/s"
@@ -88,21 +88,21 @@ def measure_rates(device: torch.device, clock: Clock) -> Rates:
 
 
 def copy_rate(device: torch.device, clock: Clock) -> float:
-    """The bandwidth of a large copy: what it reads and what it writes."""
+    """The bandwidth of a large copy: bytes read plus bytes written, per µs."""
     nbytes = COPY_BYTES[device.type]
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:
-        # By a kernel, as what it is compared with. In a graph `copy_` is left to the copy engines: 2.77 TB/s on an
-        # H200, where this moves 4.25.
+        # By a kernel, as in what it is compared with. In a graph, `copy_` runs on the copy engines: 2.77 TB/s on an
+        # H200, where this kernel reaches 4.25.
         torch.mul(source, 2.0, out=target)
 
     return 2 * nbytes / _fastest(clock, {"copy": copy})
 
 
 def product_rate(device: torch.device, clock: Clock) -> float:
-    """Operations of a plain square product, of the faster dtype."""
+    """Operations per µs of a plain square product, in the faster dtype."""
     dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
     works = {str(dtype): _product(device, dtype) for dtype in dtypes}
     return 2 * float(SQUARE[device.type]) ** 3 / _fastest(clock, works)

@@ -1,7 +1,7 @@
-"""What does an exchange cost on one rank? A layer beside its experts, a model beside plain Transformers.
+"""How much time does an exchange add on one rank? A layer beside its experts, a model beside plain Transformers.
 
-**A layer**: one call with one token on one CPU rank, whose floor is what the experts of that layer take for that token:
-the router, the plan, both ways of the exchange and all checks are the difference.
+**A layer**: one call with one token on one CPU rank, whose floor is the time of that layer's experts alone. The
+difference is the router, the plan, both ways of the exchange, and all checks.
 
 **A model**: the one that ships, sharded over one rank, decodes token by token beside the same checkpoint in plain
 Transformers. Both take turns.
@@ -27,7 +27,7 @@ from tokenyard.planning.planner import plan
 from tokenyard.routing import SoftmaxRouter
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
-# Of the time of the experts alone, and of a step of plain Transformers.
+# Targets: times the experts alone, and times a step of plain Transformers.
 MOST_OF_LAYER = 2.0
 MOST_OF_MODEL = 1.2
 STEPS = 16
@@ -47,7 +47,7 @@ def measure_overhead(rounds: int) -> Iterator[list[Record]]:
 
 
 def _layer(group: Group, rounds: int) -> Record:
-    """A call with one token, beside its experts."""
+    """The record of a call of a layer with one token, beside its experts."""
     case = Case(
         tokens=(1,), hidden_size=256, intermediate_size=128, num_experts=16, top_k=4, experts="grouped"
     )
@@ -75,7 +75,7 @@ def _layer(group: Group, rounds: int) -> Record:
 
 
 def _model(group: Group, rounds: int) -> Record:
-    """A step of one token, beside plain Transformers."""
+    """The record of a decoding step of one token, beside plain Transformers."""
     from tokenyard.integrations.transformers import load_sharded
 
     folder = shipped_model()

@@ -1,4 +1,4 @@
-"""Rounds that ranks make together: one start for all, the slowest rank counts, and a wrong result has no speed."""
+"""Rounds that ranks make together: they start at one moment, the slowest rank counts, and a wrong result raises."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tokenyard.errors import ContractError
 from tokenyard.group import Group
 from tokenyard.planning.spec import LayerSpec
 
-# Seconds between the agreement on a start and the start: time for the slowest rank to hear of it.
+# Seconds between the agreement on a start and the start: time for the slowest rank to learn of it.
 LEAD = 0.01
 
 
 def layer_spec(job: Any, **fields: Any) -> LayerSpec:
-    """The layer of a job, whose fields have the names of the layer's; and further fields."""
+    """The spec of a job's layer: sizes are read from the job's fields, and further `fields` are added."""
     sizes = {name: getattr(job, name) for name in ("hidden_size", "num_experts", "top_k")}
     return LayerSpec(max_tokens=job.num_tokens, **sizes, **fields)
 
@@ -41,7 +41,7 @@ def slowest_ms(by_rank: Iterable[Sequence[float]]) -> list[float]:
 
 
 def check_bits(same: bool, found: str, expected: str, rank: int, by: str = "") -> None:
-    """Raise unless a result has the bits that it must have; `by` says with what a difference is found."""
+    """Raise unless a result had the `same` bits as expected; `by` names the command that finds differences."""
     if not same:
         fix = f"find the difference first{by}: a wrong result has no speed"
         raise ContractError(found, expected=expected, fix=fix, rank=rank)

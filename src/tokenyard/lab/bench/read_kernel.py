@@ -1,4 +1,4 @@
-"""A kernel that reads memory and does next to nothing else: what a GPU reads at best."""
+"""A kernel that reads memory and does next to nothing else, to measure the best reading rate of a GPU."""
 
 from __future__ import annotations
 

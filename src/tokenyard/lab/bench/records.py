@@ -23,7 +23,7 @@ from typing import Any
 
 from tokenyard.errors import InputError
 
-# A figure that is slower than the best peer by more is named in the summary.
+# A figure that takes more than this many times the best peer's time is named in the summary.
 MOST_OVER_PEER = 1.15
 _MOST_NAMED = 4
 _PROVENANCE = ("date", "hardware", "versions", "git_commit")
@@ -70,7 +70,7 @@ class Spread:
 class Record:
     """One figure."""
 
-    parameters: dict[str, Any]  # what this figure is of
+    parameters: dict[str, Any]  # what was measured
     ours: Spread | None = None  # None: it failed, and `note` says why
     rested: Spread | None = None  # the same after a rest before each round
     floor: Spread | None = None  # the least that the machine allows; of rates: the most
@@ -101,7 +101,7 @@ class Record:
         return min((peer.median for peer in self.peers.values()), default=None)
 
     def over(self, other: float | None, *, rested: bool = False) -> float | None:
-        """How many times as long ours takes."""
+        """How many times as long ours takes as `other`."""
         ours = self.rested if rested else self.ours
         return None if ours is None or other is None else ours.median / other
 
@@ -194,7 +194,7 @@ class Document:
 
     @property
     def less_needed(self) -> tuple[str, ...]:
-        """The headings that a narrow terminal does without, in the order in which they go."""
+        """The headings that a narrow terminal leaves out, in this order."""
         details = [_words(name) for name in reversed(self.columns)]
         peers = [f"{name}, {self.unit}" for record in self.results for name in record.peers]
         return (*details, "spread", "rested", *dict.fromkeys(reversed(peers)), "target", "met")
@@ -204,7 +204,7 @@ class Document:
         return 1 / over if over and self.is_rate else over
 
     def summary(self) -> list[str]:
-        """What the figures come to, in sentences; nothing where nothing is known."""
+        """Notes, and sentences on how many targets were met and how the figures compare with peers; failures last."""
         held = [record for record in self.results if record.met is not None]
         beside = [record for record in self.results if record.over(record.best_peer) is not None]
         lines = [f"{sum(bool(record.met) for record in held)} of {len(held)} targets met"] if held else []
@@ -244,7 +244,7 @@ def _record(result: dict[str, Any]) -> Record:
 
 
 def figure(value: float | None) -> str:
-    """A time or a rate with as many digits as mean something; nothing for nothing.
+    """A time or a rate with two or three significant digits; an empty text for None.
 
     >>> figure(9.46), figure(0.0834), figure(12_284.7), figure(None)
     ('9.5', '0.083', '12,285', '')
