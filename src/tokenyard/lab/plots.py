@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from tokenyard.lab.bench.records import Document, Record
 
 ENDINGS = (".png", ".svg", ".pdf")
-# They differ in lightness, too.
+# They also differ in lightness, for prints without color.
 COLORS = ("#1b4f8a", "#e0963a", "#5f9e6e", "#8c6bb1", "#5aa0d0", "#a3413a", "#6b6b6b")
 _PANELS_IN_A_ROW = 4
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise unless a picture can be drawn into this file, if one is asked for. Asked before the time is spent."""
+    """Raise unless a picture can be drawn into this file, if one is given. Called before anything is measured."""
     if path is None:
         return
     try:
@@ -110,7 +110,7 @@ def _line_of(document: Document, record: Record) -> str:
 
 def _draw_panel(axes: Any, document: Document, records: Sequence[Record], lines: Sequence[str]) -> None:
     ticks: list[Any] = list(dict.fromkeys(record.parameters.get(document.x) for record in records))
-    # Along several numbers lines are drawn; else what belongs to a tick stands side by side.
+    # If the x values are several numbers, lines are drawn; else the points of a tick are drawn side by side.
     along = len(ticks) > 1 and all(isinstance(tick, int | float) for tick in ticks)
     places = {tick: float(tick) if along else float(place) for place, tick in enumerate(ticks)}
     axes.set_xticks(list(places.values()), [str(tick) for tick in ticks])
@@ -187,13 +187,13 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
 
 
 def _wires(row: dict[str, Any]) -> str:
-    """How a row's rows travel out, and how results come back where that is not the model's own dtype."""
+    """The wire of a row of the document, and its combine wire if that is not the model's own dtype."""
     back = row.get("combine_wire", OWN_DTYPE)
     return str(row["wire"]) + ("" if back == OWN_DTYPE else f", {back} back")
 
 
 def _held(row: dict[str, Any]) -> str:
-    """How a row holds its weights, and the numbers between its products where these are quantized, too."""
+    """The weight format of a row of the document, and its inner format if that is quantized."""
     inner = row.get("inner", EXACT)
     return str(row["weights"]) + ("" if inner == EXACT else f", {inner} between")
 
@@ -213,7 +213,7 @@ def _draw_accuracy(axes: Any, points: list[tuple[str, float, dict[str, Any]]], w
         axes.errorbar(
             size, value, spread, color=_color(place), marker="o", capsize=3, linewidth=1, label=name
         )
-    # At least half a point is shown: differences that nobody can tell from zero should not fill the picture.
+    # The y axis spans at least half a point, so that differences within the noise do not look large.
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, level - 0.5), max(high, level + 0.1))
     axes.set_ylabel("% of answers that are right")
@@ -248,7 +248,7 @@ def draw_balance(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_soak(document: dict[str, Any], path: Path) -> None:
-    """Draw a document of `tokenyard soak`: memory, what is open, and speed."""
+    """Draw a document of `tokenyard soak`: memory, counts of open resources, and speed."""
     samples, growth, counts = document["samples"], document["growth"], document["counts"]
     minutes = [sample["seconds"] / 60 for sample in samples]
     memories = {

@@ -1,4 +1,4 @@
-"""What is supported, asked of the parts themselves.
+"""Tables of what is supported, made from the declarations of the parts.
 
 Exchanges, formats and experts publish what they can carry (`supports`). The planner asks these declarations,
 and so do the tables here: a combination cannot be supported in the documentation and refused by a plan. The

@@ -1,4 +1,4 @@
-"""The bad example of studies on the way back: results cast to e4m3 as they are, without a scale.
+"""A bad example for studies of combine wires: results are cast to e4m3 without a scale.
 
 e4m3 has numbers from 2^-9 to 448. Results below 2^-10 become zero and those above 448 saturate, whatever the rest of
 the row is. No plan finds this format by its name: it is in no registry, and only studies of `tokenyard.lab` ask for it.

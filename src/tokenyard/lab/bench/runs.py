@@ -34,7 +34,7 @@ from tokenyard.planning.drafting import draft
 
 
 class _Kind(NamedTuple):
-    """What all documents of a benchmark have: see `Document`."""
+    """The fields that all documents of a benchmark share: see `Document`."""
 
     unit: str
     x: str
@@ -65,7 +65,7 @@ class Run:
 
     document: Document
     steps: Sequence[str]  # what is measured, in words
-    figures: Iterable[Sequence[Record]]  # the records of each step; they are measured when they are asked for
+    figures: Iterable[Sequence[Record]]  # the records of each step, measured when the iterator gets to it
     finish: Callable[[], None] = lambda: None  # called after the last step
 
 
@@ -186,7 +186,7 @@ def hosts_run(
     def job(count: int) -> hosts_bench.Job:
         return hosts_bench.Job(ranks_by_host=(ranks,) * hosts, num_tokens=count, exchanges=names, **setup)
 
-    for name in names:  # what does not fit is found out before hosts are made
+    for name in names:  # raises if a layer does not fit, before hosts are made
         draft([job(tokens[0]).spec()], hosts * ranks, exchange=name)
     document = _document("hosts", {"hosts": hosts, "ranks_per_host": ranks, **setup}, *hosts_bench.NOTES)
     if not setup["compute"]:
@@ -228,7 +228,7 @@ def dispatch_cuda_run(
     tokens: Sequence[int],
     wire: Sequence[str],
     rounds: int | None,
-    exchange: Sequence[str] | None,  # there is one
+    exchange: Sequence[str] | None,  # one_sided, or None
     quick: bool,
     **setup: Any,
 ) -> Run:
@@ -256,7 +256,7 @@ def dispatch_cuda_run(
 def layer_shape_run(
     ranks: int, tokens: Sequence[int], weights: Sequence[str], rounds: int, cells: None, **sizes: int
 ) -> Run:
-    """A whole layer of a shape of one's own between virtual ranks."""
+    """A whole layer of a given shape between virtual ranks."""
     layer_cuda.check_layer(ranks, sizes["num_experts"], sizes["top_k"], weights)
     shape = Case(
         **sizes,  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""The layers that benchmarks measure on a GPU, and what their figures are held against.
+"""The layers that benchmarks measure on a GPU, and the targets and peers that their figures are compared with.
 
 `CASES` are shapes of models and one rank's share of them, with the formats of their weights and how much work there is.
-`bench experts` measures one rank's experts, `bench layer` all ranks of those whose sizes are tokens of each rank.
+`bench experts` measures one rank's experts; `bench layer` measures all ranks, of the cases whose sizes are tokens of
+each rank.
 
 Targets and recorded peers hold for one H200, and are left out elsewhere.
 """
@@ -34,11 +35,11 @@ class Case(Shape):
 
     local_experts: int = 32
     weights: tuple[str, ...]
-    # Pairs of a row and a local expert; tokens, where all experts are local or the count is of tokens.
+    # Pairs of a row and a local expert; or tokens, if all experts are local or with `tokens_a_rank`.
     sizes: tuple[int, ...]
-    # Whether sizes are tokens that each of the ranks brings: a rank's experts get its share of all pairs.
+    # Whether sizes are tokens that each rank brings. A rank's experts then get their share of all ranks' pairs.
     tokens_a_rank: bool = False
-    inner: str = EXACT  # what stands between the products, where the weights have that choice
+    inner: str = EXACT  # the inner format, for weights that allow it
     # By weights, the format in which rows arrive, if it is not the usual one.
     arrives: tuple[tuple[str, str], ...] = ()
 
@@ -49,7 +50,7 @@ class Case(Shape):
 
     @property
     def ranks(self) -> int:
-        """How many ranks have such a share."""
+        """How many ranks share the layer."""
         return self.num_experts // self.local_experts
 
     def pairs(self, size: int) -> int:
@@ -58,11 +59,11 @@ class Case(Shape):
 
     @property
     def counts(self) -> str:
-        """What sizes count."""
+        """The unit of `sizes`, in words."""
         return "tokens" if self.all_local else "tokens a rank" if self.tokens_a_rank else "rows"
 
     def __str__(self) -> str:
-        """What a table says of it."""
+        """The shape, as a table names it."""
         between = "" if self.inner == EXACT else f", {self.inner} between products of such weights"
         return (
             f"H {self.hidden_size}, I {self.intermediate_size}, {self.local_experts} of {self.num_experts} "
@@ -143,7 +144,7 @@ class Cell:
     size: int  # pairs, or tokens: see `Case.sizes`
 
     def parameters(self, size: str = "size") -> dict[str, str | int]:
-        """What a record says of it; `size` is what sizes are called. A layer that is no case has no name."""
+        """The parameters of its record, with the size under the name `size`. Only layers of `CASES` have a case."""
         case = {"case": self.case} if self.case else {}
         return {**case, "weights": self.weights, size: self.size}
 
@@ -168,7 +169,7 @@ class Cell:
         )
 
     def figure_of(self, table: Figures) -> float | None:
-        """What a table has for this cell."""
+        """The figure of this cell in a table, if there is one."""
         figures = table.get((self.case, self.weights))
         return (
             figures[self.shape.sizes.index(self.size)] if figures and self.size in self.shape.sizes else None
@@ -179,7 +180,7 @@ class Cell:
 
 
 def cells_of(shape: Case) -> list[Cell]:
-    """The cells of a layer of any shape, which is no case.
+    """The cells of a layer of any shape that is not in `CASES`.
 
     >>> shape = Case(local_experts=64, weights=("bf16", "fp8_block128"), sizes=(128,), tokens_a_rank=True)
     >>> [str(cell) for cell in cells_of(shape)]
@@ -229,7 +230,7 @@ def cases_of(names: str | None) -> list[str]:
 
 
 def check_top_k(top_k: int, num_experts: int) -> None:
-    """Raise where there are fewer experts than a token chooses."""
+    """Raise if a token chooses fewer than one or more than all experts."""
     if not 1 <= top_k <= num_experts:
         raise InputError(
             f"top_k is {top_k}, of {num_experts} experts",
@@ -239,7 +240,7 @@ def check_top_k(top_k: int, num_experts: int) -> None:
 
 
 def check_rounds(rounds: int) -> None:
-    """Raise where a spread cannot be told."""
+    """Raise if there are too few rounds for a spread."""
     if rounds < 2:
         raise InputError(
             f"rounds is {rounds}", expected="at least 2, to have a spread", fix="pass --rounds 2"

@@ -2,8 +2,8 @@
 
 Both load one checkpoint (a Qwen3-MoE with random bf16 weights, made here), and answer one batch: a pass over the
 prompts (prefill), then some passes of one token per sequence with a cache (decode). Results are compared first. Rounds
-alternate between the two, ranks meet before each, and the slowest rank counts; what is told is the median of the ratios
-round by round, and their quartiles.
+alternate between the two, ranks meet before each, and the slowest rank counts. The figures are the median of the ratios
+of each round, and their quartiles.
 
 Transformers offers several layouts, and which is fastest depends on the machine. Each is tried, with each of its own
 implementations of experts, and the fastest is the peer of the rounds:
@@ -13,8 +13,8 @@ implementations of experts, and the fastest is the peer of the rounds:
     dispatch, split         every rank all sequences, attention split by heads
     all-reduce, replicated  every rank all sequences; each computes its experts for all rows, and results are summed
 
-The same peer with our experts in the place of its own shows the share of the exchange in the difference. Beside them
-runs the model without any exchange: every rank holds all experts, and answers its own sequences alone.
+The same peer with our experts in the place of its own shows how much of the difference comes from the exchange. The
+model is also measured without any exchange: every rank holds all experts, and answers its own sequences alone.
 
 The floor is the arithmetic of the model's products over the best rate that this machine shows for a plain square
 product on all its cores, or the bytes of the weights that a pass must read over the rate of reading, whichever takes
@@ -48,7 +48,7 @@ NOTE = (
     "prefill: a pass over the prompts; decode: a token of each sequence; with our experts: the peer's exchange and our "
     "experts; no exchange: every rank holds all experts"
 )
-VOCABULARY, HEAD = 1024, 64  # of the model
+VOCABULARY, HEAD = 1024, 64  # sizes of the model
 
 # Version 5.19 has `DistributedConfig(ep_size=…)` with the layouts that are compared here.
 OLDEST_PEER = (5, 19)
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Seconds:
-    """One round on one rank."""
+    """The seconds of one round on one rank."""
 
     prefill: float
     decode: float
@@ -125,7 +125,7 @@ def _floor(work: Workload, tokens: int, rates: Rates) -> float:
         work.num_layers * (attention + work.hidden_size * work.num_experts) + work.hidden_size * VOCABULARY
     )
     flops = 2 * tokens * (dense + work.num_layers * work.top_k * expert)
-    # Every rank reads its own copy of what is dense; of experts, at least those of one token are read once.
+    # Every rank reads its own copy of the dense weights; of the experts, at least those of one token are read.
     weights = 2 * (work.ranks * dense + work.num_layers * work.top_k * expert)
     return max(flops / rates.product, weights / rates.read)
 
@@ -135,16 +135,16 @@ def _floor(work: Workload, tokens: int, rates: Rates) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to answer the batch, on one rank."""
+    """One way to answer the batch: a model on this rank, and its share of the sequences."""
 
     model: Any
     batch: Tensor  # the sequences that this rank's model is given
-    own: slice  # those of them that are this rank's
+    own: slice  # which of these sequences are this rank's own
     steps: int
     experts: str | None = None  # the implementation of experts; None: they are ours, and sharded
 
     def answer(self) -> tuple[Seconds, Tensor]:
-        """One pass over the prompts and some tokens after them: the seconds, and the logits of this rank's prompts."""
+        """Make a pass over the prompts, and decode some tokens; return seconds, and logits of this rank's prompts."""
         if self.experts is not None:
             self.model.set_experts_implementation(self.experts)
         with torch.no_grad():
@@ -246,7 +246,7 @@ def _trial(group: Group, candidate: Candidate) -> float:
 
 
 def _compare(ours: Tensor, theirs: Tensor) -> float:
-    """How far logits are apart, as a part of their length; raise where the two are not one model.
+    """The relative L2 difference of the logits; raise if it is too large for two runs of one model.
 
     Both round to bf16 in every layer, and a token whose choice of experts is nearly a tie may choose differently.
     """
@@ -283,7 +283,7 @@ def _check_peer(work: Workload) -> None:
 
 
 def _save_model(work: Workload, folder: Path) -> None:
-    """A Qwen3-MoE of the workload's sizes, with random weights."""
+    """Save a Qwen3-MoE of the workload's sizes, with random weights."""
     torch.manual_seed(0)
     with quietly() as transformers:
         config = transformers.AutoConfig.for_model(

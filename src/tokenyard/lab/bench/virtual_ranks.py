@@ -4,8 +4,8 @@ Each rank has a workspace of its own. They run in one of two ways: *one launch f
 where kernels of different ranks wait for each other as they would on different GPUs. Either way a dispatch or combine
 can be captured in a CUDA graph.
 
-`check` compares a dispatch and a combine of a whole batch with the kernels' twins, bit by bit. It looks at everything
-in the regions, not only at rows: what must not be written is found out, too.
+`check` compares a dispatch and a combine of a whole batch with the kernels' twins, bit by bit. It compares
+whole regions, not only rows, so that writes to a wrong place are noticed, too.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 # Seconds after which a kernel that waits for another rank gives up.
 DEADLINE = 5.0
-# What stands in a region before a check.
+# The byte that fills a region before a check.
 _POISON = 0xAB
 
 
 def exchange_spec_of(cell: DispatchCell, shape: Shape) -> ExchangeSpec:
-    """What a cell carries."""
+    """The spec of the exchange that a cell measures."""
     return ExchangeSpec(
         layer="moe",
         index=0,
@@ -53,7 +53,7 @@ def exchange_spec_of(cell: DispatchCell, shape: Shape) -> ExchangeSpec:
 
 
 class Batch(SentBatch):
-    """What all ranks dispatch: the rows of rank r are those from `r · T` on."""
+    """The batches of all ranks in one: the rows of rank r are the T rows from `r · T` on."""
 
     @classmethod
     def draw(cls, cell: DispatchCell, shape: Shape, device: torch.device, seed: int) -> Batch:
@@ -72,7 +72,7 @@ class Batch(SentBatch):
 
 @dataclass(frozen=True)
 class _LaunchStream:
-    """Who launches, for which rows, and on which stream (None: the current one)."""
+    """A launcher, the rows that it sends, and its stream (None: the current one)."""
 
     launcher: Launcher
     rows: slice
@@ -97,7 +97,7 @@ class VirtualRanks:
         ]
         self._slots_out = DispatchSlots(spec=self.exchange_spec, region=0, max_tokens=cell.tokens)
         self._launch_streams = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
-        # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
+        # Kernels may wait only if the others run at the same time. Triton's interpreter runs one after the other.
         self._waits = device.type == "cuda"
         self.y_TH = torch.empty_like(batches[0].x_TH)
         self._slots: dict[int, Tensor] = {}  # by launch, of the batch that was sent last
@@ -128,11 +128,11 @@ class VirtualRanks:
         self._run([batch], dispatches=True, combines=False)
 
     def combine(self) -> None:
-        """Bring home what is ready in the workspace, for the batch that was sent last: into `y_TH`."""
+        """Combine the results in the workspaces, for the batch that was sent last, into `y_TH`."""
         self._run(self.batches[:1], dispatches=False, combines=True)
 
     def received(self, rank: int) -> ReceivedRows:
-        """What a rank's experts get: all slots of its workspace as rows, results where `combine` reads them."""
+        """The rows that a rank's experts get: all slots of its workspace, with results where `combine` reads them."""
         exchange_spec, buffer = self.exchange_spec, self._buffers[rank]
         slots = exchange_spec.dispatch_slots.views(self._layout.dispatch_region(0).of(buffer))
         (results_SH,) = exchange_spec.combine_slots.views(self._layout.combine_region(0).of(buffer)).values()
@@ -145,11 +145,11 @@ class VirtualRanks:
         )
 
     def run(self) -> None:
-        """The cell's operation, for each of the batches. A combine alone takes the last batch that was checked."""
+        """Run the cell's operation for each batch. A combine alone combines the batch that was dispatched last."""
         self._run(self.batches, self.cell.operation != "combine", self.cell.operation != "dispatch")
 
     def _run(self, batches: Sequence[Batch], dispatches: bool, combines: bool) -> None:
-        # Each launch forks once: on its stream, batches follow each other as on a rank of its own.
+        # Each launch stream forks once from the current one, and runs all batches in order, as a rank would.
         for number, launch in enumerate(self._launch_streams):
             if launch.stream is not None:
                 launch.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -218,7 +218,7 @@ class VirtualRanks:
             self._check_bits(torch.equal(slots_TW[rows], slots), "dispatch", rank)
 
     def _check_combine(self, batch: Batch, sent: list[SentBatch]) -> None:
-        """The results are ready in the workspace, as after experts that write there; they stay for the measurement."""
+        """Put random results into the workspaces, as experts would, and check their combine. They stay there."""
         draw = torch.Generator(self.device).manual_seed(11)
         regions = []
         for buffer in self._buffers:

@@ -1,7 +1,7 @@
 """A sharded model answers questions, each rank its own; tokens are reported as they come.
 
 A rank sends `{"number": 3, "text": "34 + 27 : 4"}` after every token of question 3, and the same with `"done": true` at
-the end. Ranks have answers of different lengths; nobody waits for anybody else's.
+the end. Answers have different lengths, and no rank waits for the end of another rank's answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def answer_questions(
     record: str | None,
     send: Send,
 ) -> dict[str, Any]:
-    """This rank's answers, of at most so many tokens, and what moved in each layer.
+    """Answer this rank's share of the prompts, with at most `most` tokens each; return answers and layer reports.
 
     `sharding` are the options of `load_sharded`. `record` is the file that routes are written to.
     """

@@ -1,10 +1,10 @@
 """One cell: a model, sharded in one exchange × wire × weights (or whole), answers all questions.
 
 Every rank answers its share of the questions, so attention is data-parallel and the experts serve all ranks. The first
-questions are the *probes*. They are answered token by token against the clock: that gives tokens per second. And what
-the whole model answered to them is read by both, which gives the error of the logits, and a digest that says whether
-two exchanges give the same bits. The other questions are answered from the whole model's answers as drafts, which is
-faster and comes to the same.
+questions are the *probes*. They are answered token by token, and timed, which gives tokens per second. Both models also
+read the whole model's answers to them, which gives the error of the logits, and a digest that shows whether two
+exchanges give the same bits. The other questions are answered with the whole model's answers as drafts, which is faster
+and gives the same answers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tokenyard.lab.evaluation.models import load_language, load_whole
 from tokenyard.lab.evaluation.ranks import Send
 from tokenyard.lab.unscaled_e4m3 import studied_format
 
-# Tokens that a rank brings to one round trip; longer batches of prompts go in parts.
+# Tokens that a rank brings to one round trip; larger batches of prompts are split.
 MAX_TOKENS = 1024
 # Questions that tokens per second and the error of the logits are taken from.
 PROBES = 64
-# Drafts are read in smaller batches: they have all their tokens at once.
+# Drafts are read in smaller batches, because all their tokens are in one pass.
 _DRAFTS_IN_A_BATCH = 32
 # The combine wire of a cell whose results come home in the model's own dtype.
 OWN_DTYPE = "own dtype"
@@ -55,7 +55,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Cell:
-    """What the ranks of a cell need to know. Picklable: it travels to their processes."""
+    """What the ranks of a cell need to know. It is pickled, and sent to their processes."""
 
     folder: str
     prompts: list[str]
@@ -67,7 +67,7 @@ class Cell:
 
 
 def measure(group: Group, cell: Cell, send: Send) -> dict[str, Any]:
-    """This rank's share of a cell."""
+    """Measure a cell on this rank, with its share of the questions."""
     whole = load_whole(Path(cell.folder), group.device)
     asked = _QuestionShare(whole, cell, group, send)
     if cell.wiring is None:

@@ -32,7 +32,7 @@ def answer(
 ) -> list[list[int]]:
     """The tokens that the model adds to each prompt, up to and without the one that ends it, at most `most`.
 
-    Prompts are padded on the left. `on_token(row, token)` hears of every token as it comes.
+    Prompts are padded on the left. `on_token(row, token)` is called for every token as it is chosen.
     """
     from transformers import DynamicCache
 
@@ -134,7 +134,7 @@ def answer_from_drafts(
             unfinished.append(row)
     if unfinished:
         rows = [[*prompts[row], *found[row]] for row in unfinished]
-        # Rows have different numbers of tokens to go; who writes more than is allowed is cut.
+        # Rows may write different numbers of further tokens; those that write too many are cut.
         left = most - min(len(found[row]) for row in unfinished)
         more = answer(model, *pad_left(rows, pad, device), end_ids=end_ids, most=left)
         for row, added in zip(unfinished, more, strict=True):

@@ -1,6 +1,6 @@
-"""How far a share of right answers can be trusted.
+"""95% confidence intervals of a share of right answers, and of the difference of two shares.
 
-Intervals of 95%. `wilson` is for one share: it stays inside [0, 1], also where all answers are right. Two wirings
+`wilson` is for one share: it stays inside [0, 1], also where all answers are right. Two wirings
 answer the *same* questions, so their difference is known much better than the two shares: `paired_difference` looks
 only at the questions where they disagree (Agresti and Min: half a question is added to each of the four kinds, so
 that no disagreement at all still leaves a little doubt).

@@ -1,4 +1,4 @@
-"""A checkpoint in a folder, its tokenizer, and what its tokens say."""
+"""Load a checkpoint from a folder, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tokenyard.errors import InputError
 from tokenyard.lab.shipped import shipped_model
 
 OLDEST_TRANSFORMERS = (5, 17)
-# Ranks may be threads, and Transformers changes what is global while it loads a model.
+# Ranks may be threads, and Transformers changes global state while it loads a model.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Language:
-    """What a checkpoint's tokens mean."""
+    """The tokenizer of a checkpoint."""
 
     tokenizer: Any
 
@@ -46,12 +46,12 @@ class Language:
         return [list(ids) for ids in self.tokenizer(prompts).input_ids] if prompts else []
 
     def text(self, ids: list[int]) -> str:
-        """What the tokens of an answer say."""
+        """The text of an answer's tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def check_model(path: Path | None) -> Path:
-    """The folder of the checkpoint (None: the one that ships with the package), looked at before ranks are started."""
+    """The folder of the checkpoint (None: the one that ships with the package), checked before ranks are started."""
     require_transformers()
     folder = shipped_model() if path is None else path
     for name in ("config.json", "tokenizer_config.json"):
@@ -65,7 +65,7 @@ def check_model(path: Path | None) -> Path:
 
 
 def require_transformers() -> None:
-    """Raise where Transformers cannot be imported, or is too old. A folder of that name is not it."""
+    """Raise if Transformers cannot be imported, or is too old. An importable folder of that name does not count."""
     try:
         import transformers
 
@@ -102,7 +102,7 @@ def load_whole(folder: Path, device: torch.device | str = "cpu") -> Any:
 def quietly() -> Iterator[Any]:
     """Inside, Transformers logs nothing, and one thread at a time uses it."""
     with _ONE_AT_A_TIME, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that it looks for
+        warnings.simplefilter("ignore")  # about optional libraries
         import transformers
 
         quiet: Any = transformers.utils.logging

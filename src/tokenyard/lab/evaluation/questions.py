@@ -1,11 +1,11 @@
-"""Prompts, and what must be answered to them.
+"""Questions: prompts with the right answers.
 
 A file of one's own has a JSON object a line:
 
     {"prompt": "Mia has 3 pens. Tom gives her 5 more. How many pens are there in the end?", "answer": "8"}
 
-An answer is right if it is exactly what was wanted, where spaces and capitals do not count. Text that works its way to
-an answer says where that begins: after the last `answer` or `####`.
+An answer is right if it is exactly what was wanted, where spaces and capitals do not count. In a text with
+intermediate steps, the answer begins after the last `answer` or `####`.
 """
 
 from __future__ import annotations

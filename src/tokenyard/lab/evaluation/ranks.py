@@ -1,11 +1,11 @@
-"""Where a job is done: on ranks that this command starts, or on the ranks that `torchrun` has started.
+"""Run a job on ranks that this command starts, or on the ranks that `torchrun` has started.
 
     started = StartedRanks(4, "processes")
     results = started.call(job, argument, on_message=print)
 
 `job(group, argument, send)` runs on every rank and returns what JSON can hold. The messages that a rank sends while it
-works reach `on_message` of the caller at once: lines of JSON through a socket in a folder that nobody else can enter.
-Under `torchrun` there is no process above the ranks: `on_message` gets those of rank 0.
+works reach `on_message` of the caller at once: they are lines of JSON through a socket in a private folder.
+Under `torchrun` there is no process above the ranks, and `on_message` gets the messages of rank 0 only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ranks(Protocol):
     leads: bool  # whether this process is the one that reports
 
     def call(self, job: Job, *args: Any, on_message: Send | None = None) -> list[Any]:
-        """Do a job on every rank; the results in rank order."""
+        """Run a job on every rank; return the results in rank order."""
         ...
 
 
@@ -117,7 +117,7 @@ def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> A
 
 @contextmanager
 def _message_server(on_message: Send | None, ranks: int) -> Iterator[str | None]:
-    """The address of a socket to which so many ranks send messages; all were handled when this ends."""
+    """The address of a socket for the messages of so many ranks. When this ends, all messages were handled."""
     if on_message is None:
         yield None
         return

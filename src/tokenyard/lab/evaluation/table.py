@@ -1,9 +1,9 @@
 """All cells of an evaluation, beside the whole model.
 
-Exchanges that give the same bits give the same answers. So the first exchange of each wire × weights answers all
-questions; the others answer and read the probes, and where every token is the same, and every logit to the bit, the
-other answers are theirs, too. The row says so (`same_bits_as`). An exchange that gives other bits answers all
-questions by itself, and so do all of them where `every` is asked for.
+Exchanges that give the same bits give the same answers. The first exchange of each wire × weights therefore answers all
+questions, and the others only the probes. If an exchange has the same tokens there, and bitwise the same logits, it
+takes over the first exchange's other answers, and its row says so (`same_bits_as`). An exchange that gives other bits
+answers all questions by itself. With `every`, all exchanges do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row(Wiring):
         return found
 
 
-# A row, and all that another exchange must have in common with it to give the same answers.
+# A row, and the tokens and logits that another exchange must reproduce to count as giving the same bits.
 _Measured = tuple[Row, tuple[Any, ...]]
 
 
@@ -57,7 +57,7 @@ class Evaluation:
     exchanges: Sequence[str]
     wires: Sequence[str]
     weights: Sequence[str]
-    inners: Sequence[str] = (EXACT,)  # those that weights have; each is exact, too, if that is among them
+    inners: Sequence[str] = (EXACT,)  # inner formats; each is tried with the weights that allow it
     combine_wires: Sequence[str] = (OWN_DTYPE,)
     batch: int = 128
     most: int = 128
@@ -72,7 +72,7 @@ class Evaluation:
 
     @property
     def formats(self) -> list[tuple[str, str, str, str]]:
-        """Wire, weights, what stands between the products, and the combine wire: all that go together."""
+        """All valid combinations of wire, weights, inner format and combine wire."""
         return [
             (wire, weights, inner, back)
             for wire in self.wires
@@ -83,9 +83,9 @@ class Evaluation:
         ]
 
     def rows(self, on_message: Send | None = None) -> Iterator[Row]:
-        """Row after row, as they are measured: the whole model, wirings that differ in one format, then the others.
+        """The rows as they are measured: first the whole model, last the wirings that differ in both wire and weights.
 
-        `on_message` gets `what` is being run, and how many questions were `answered` since.
+        `on_message` gets messages with `what` is being run, and how many more questions were `answered`.
         """
         whole, drafts = self._whole(on_message)
         yield whole
@@ -100,7 +100,7 @@ class Evaluation:
         return formats[0] != self.wires[0] and formats[1] != self.weights[0]
 
     def in_order(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows by wire, then by weights, what stands between the products and the combine wire, then by exchange."""
+        """Rows sorted by wire, then by weights, inner format, combine wire, and exchange."""
 
         def place(row: Row) -> tuple[int, ...]:
             if row.exchange == WHOLE_MODEL:
@@ -185,13 +185,13 @@ def _answers(by_rank: list[dict[str, Any]]) -> dict[int, tuple[list[int], str]]:
 
 
 def _bits(by_rank: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """All that two exchanges must have in common to give the same answers: logits, and tokens of the probes."""
+    """What two exchanges must have in common to give the same answers: logits, and tokens of the probes."""
     probes = {number: tuple(ids) for number, (ids, _) in _answers(by_rank).items() if number < PROBES}
     return tuple(rank["digest"] for rank in by_rank), tuple(sorted(probes.items()))
 
 
 def _shared(right: list[bool], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """What every row says: of the answers, and of all ranks together until the slowest was done."""
+    """The fields of every row: right answers, accuracy, and tokens per second of all ranks, timed by the slowest."""
     tokens = sum(rank["probe_tokens"] for rank in by_rank)
     seconds = max(rank["probe_seconds"] for rank in by_rank)
     return {"right": right, "accuracy": wilson(sum(right), len(right)), "tokens_per_s": tokens / seconds}

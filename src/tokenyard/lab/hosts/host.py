@@ -1,6 +1,6 @@
-"""The first process of a host: it brings the link up, runs the host's command, and says what that left behind.
+"""The first process of a host: it brings the link up, runs the host's command, and reports how it ended.
 
-Started by the switch in namespaces of its own.
+The switch starts it in namespaces of its own. The report also lists processes that the command left behind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-# Seconds in which children of a command that has ended end, too.
+# Seconds that children of a command may take to end after it.
 _GRACE = 5.0
 # How TCP finds the rate of a link. `reno` is in every kernel. BBR, the default of some machines, holds back where both
 # directions are full: a call of `hierarchical` in `bench hosts` took 621 ms with it, and 421 to 482 ms with reno.
@@ -28,12 +28,12 @@ def address_of(host: int) -> str:
 
 
 def name_of(host: int) -> str:
-    """What a host is called."""
+    """The name of a host."""
     return f"host{host}"
 
 
 def others() -> list[str]:
-    """The processes of this host, but for this one."""
+    """The command lines of all other processes of this host."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -49,7 +49,7 @@ def others() -> list[str]:
 
 
 def main(index: int, folder: Path, command: list[str]) -> int:
-    """Run a command on this host; its exit status."""
+    """Run a command on this host, and write a report with its exit status."""
     print("waiting for a link", flush=True)
     sys.stdin.readline()
     socket.sethostname(name_of(index))

@@ -1,9 +1,9 @@
-"""Hosts on one machine: each has its own network, processes and name, and hangs with one link on a switch.
+"""Hosts on one machine: each has its own network, processes and name, and one link to a switch.
 
     run_on_hosts(folder, [[…command of host 0…], [… of host 1…]])
     start_ranks(folder, [2, 2], ["serve.py"])  # two hosts of two ranks
 
-Nothing needs to be allowed but user namespaces, or to be root. `why_not` says what is in the way where neither is.
+This needs user namespaces, or root. `why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenyard.lab.hosts.host import STORE_PORT, address_of, name_of
 _OWN = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # As any user; or as root, where user namespaces are not allowed.
 _WAYS = [["unshare", "--user", "--map-root-user", *_OWN], ["unshare", *_OWN]]
-# What a host needs: a link, and namespaces in the namespaces.
+# Tries what a host needs: a link, and further namespaces inside of the namespaces.
 _TRY = (
     "ip link add link0 type veth peer name eth0 && unshare --net --pid --mount --uts --fork --mount-proc true"
 )
@@ -39,7 +39,7 @@ _QUOTED = 4000
 
 @dataclass(frozen=True)
 class HostReport:
-    """What became of one host's command."""
+    """The result of one host's command."""
 
     status: int  # the exit status
     seconds: float  # how long it ran
@@ -50,7 +50,7 @@ class HostReport:
 
 @cache
 def _way() -> tuple[list[str] | None, str]:
-    """How namespaces are made here, or why they are not."""
+    """The command that makes namespaces on this machine, or None and the reason why there is none."""
     for program in ("unshare", "ip"):
         if shutil.which(program) is None:
             return None, f"the program {program} is not installed"
@@ -92,7 +92,7 @@ def run_on_hosts(
     # Hosts run the package that runs here, from wherever they are started.
     paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # A session of its own: what stops the caller by hand ends this with it (--kill-child), and nothing else does.
+    # In a session of its own: the terminal's signals do not reach it. If `unshare` is killed, all is (--kill-child).
     try:
         subprocess.run([*way, *switch], env=environment, timeout=seconds, check=True, start_new_session=True)
     except subprocess.TimeoutExpired as late:
@@ -106,7 +106,7 @@ def run_on_hosts(
 
 
 def _report(folder: Path, name: str) -> HostReport:
-    """What a host has written. One that was ended has written nothing but its log."""
+    """The report that a host wrote. A host that was killed has written only its log."""
     written, log = folder / f"{name}.json", (folder / f"{name}.log").read_text(errors="replace")
     if not written.exists():
         return HostReport(status=-signal.SIGKILL, seconds=0.0, left=[], network=0, log=log)
@@ -121,9 +121,9 @@ def start_ranks(
     environment: Mapping[str, str] | None = None,
     seconds: float = 200.0,
 ) -> list[HostReport]:
-    """Start ranks on hosts as Slurm does, with nothing above them: what becomes of one is no matter of the others.
+    """Start ranks on hosts as Slurm does, without a supervisor: if one rank ends, the others are not ended.
 
-    The store is rank 0's. A program is a Python file or `-m` and a module, with its arguments.
+    Rank 0 holds the store. A program is a Python file or `-m` and a module, with its arguments.
     """
     common = {"WORLD_SIZE": sum(ranks_by_host), "MASTER_ADDR": address_of(0), "MASTER_PORT": STORE_PORT}
     commands, first = [], 0
@@ -156,13 +156,13 @@ def rank_environment(interface: str | None, further: Mapping[str, str] | None) -
 
 
 class Links:
-    """The links of all hosts, as a process on any of them changes them: the switch hears it past the network."""
+    """Changes the links of all hosts, from a process on any of them. Messages to the switch bypass the network."""
 
     def __init__(self, folder: Path) -> None:
         self._switch = str(folder / "switch")
 
     def change(self, *changes: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Change links, each by its host; return how all are then."""
+        """Change links; each change names its host. Return the state of all links."""
         with tempfile.TemporaryDirectory() as mine, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
             mouth.bind(f"{mine}/mouth")
             mouth.sendto(json.dumps(changes).encode(), self._switch)
@@ -170,7 +170,7 @@ class Links:
             return answer
 
     def sent(self) -> dict[tuple[int, int], int]:
-        """The bytes that have crossed so far, from each host to each other one: TCP's payload, but the store's."""
+        """The bytes that have crossed so far, from each host to each other: TCP payload without the store's."""
         return {
             (source, int(target)): crossed
             for source, link in enumerate(self.change())

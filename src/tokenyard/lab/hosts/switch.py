@@ -1,4 +1,4 @@
-"""The switch that hosts hang on: one link to each, whose frames it counts, forwards late or slowly, loses, or drops.
+"""The switch between hosts: it has one link to each, and counts, delays, slows down, loses or drops its frames.
 
 Run as the first process of namespaces of its own (`network.py` starts it). It makes a host of each command that it is
 given: namespaces for the network, processes, mounts and the name, with one end of a veth pair as `eth0`. When this
@@ -27,14 +27,14 @@ from typing import Any
 from tokenyard.lab.hosts.host import STORE_PORT
 
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_OUTGOING, _ETH_P_ALL = 263, 15, 4, 3
-_VNET_HEADER = 10  # bytes before each frame
+_VNET_HEADER = 10  # bytes of the header before each frame
 _ETHERNET_HEADER, _TCP, _SYN = 14, 6, 0x02
 _LARGEST_FRAME = 1 << 17
 _SOCKET_BUFFER = 1 << 23
 _BROADCAST_BIT = 0x01
 _HALF = 1 << 31  # of the numbers that TCP gives to bytes
 _STORE = STORE_PORT.to_bytes(2, "big")
-# Seconds between two looks at whether the hosts have ended.
+# Seconds between two checks of whether the hosts have ended.
 _LOOK = 0.1
 
 
@@ -43,18 +43,18 @@ class Link:
     """What happens to the frames of one host, both ways."""
 
     delay: float = 0.0  # seconds, each way
-    loss: float = 0.0  # of frames, each way
-    rate: float = 0.0  # bytes per second, each way; 0: as many as the host likes
+    loss: float = 0.0  # the share of frames that are lost, each way
+    rate: float = 0.0  # bytes per second, each way; 0: unlimited
     cut: bool = False
     forwarded: int = 0
     lost: int = 0
-    # Bytes of TCP's payload, by the host that they were for. Each once, however often it was sent; the store's not.
+    # Bytes of TCP payload, by target host. Bytes that were sent again, and those of the store, are not counted.
     sent: dict[int, int] = field(default_factory=dict)
-    # When the last frame has passed at the link's rate: from the host, and to it.
+    # The time at which the link is free again, by its rate: from the host, and to it.
     free_at: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def passed(self, nbytes: int, way: int, at: float) -> float:
-        """When a frame has passed this link that is there at a moment, behind those that came before it."""
+        """The time at which a frame that arrives `at` a time leaves this link, after all frames before it."""
         self.free_at[way] = max(self.free_at[way], at) + (nbytes / self.rate if self.rate else 0.0)
         return self.free_at[way] + self.delay
 
@@ -83,11 +83,11 @@ class Switch:
         return end
 
     def receive(self, host: int) -> None:
-        """Take what has come from a host, and send it on, now or when its time has come."""
+        """Receive the frames of a host, and queue each for its targets until it is due."""
         while True:
             try:
                 frame, address = self._sockets[host].recvfrom(_LARGEST_FRAME)
-            except OSError:  # nothing more; or the link is down, which ends what was under way
+            except OSError:  # no more frames, or the link is down
                 return
             if address[2] == _PACKET_OUTGOING:
                 continue
@@ -143,7 +143,7 @@ class Switch:
 def tcp_payload(frame: bytes) -> tuple[bytes, int, int] | None:
     """The connection of a frame, the number of its first byte there, and its bytes beside all headers.
 
-    None where it is not of TCP, or of the store, which ranks ask while they wait: how often depends on the moment.
+    None if it is not TCP, or is for the store, which waiting ranks poll a number of times that depends on timing.
     """
     packet = frame[_VNET_HEADER + _ETHERNET_HEADER :]
     if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
@@ -154,7 +154,7 @@ def tcp_payload(frame: bytes) -> tuple[bytes, int, int] | None:
         return None
     total = int.from_bytes(packet[2:4], "big") or len(packet)  # short frames are padded
     first = int.from_bytes(packet[header + 4 : header + 8], "big")
-    first += bool(packet[header + 13] & _SYN)  # the first byte has the number after that of the greeting
+    first += bool(packet[header + 13] & _SYN)  # the first byte has the number after that of SYN
     return packet[12:20] + ports, first, total - header - (packet[header + 12] >> 4) * 4
 
 
@@ -169,7 +169,7 @@ def ip(*arguments: str) -> None:
 
 
 def start_host(index: int, command: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A host, which waits for its link."""
+    """Start a host, which waits for its link."""
     namespaces = ["--net", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
     program = [sys.executable, "-m", "tokenyard.lab.hosts.host", str(index), str(folder), *command]
     host = subprocess.Popen(
@@ -182,7 +182,7 @@ def start_host(index: int, command: list[str], folder: Path) -> subprocess.Popen
 
 
 def obey(switch: Switch, hosts: list[subprocess.Popen[str]], message: bytes) -> list[dict[str, Any]]:
-    """Change links as a message says; answer how all of them are."""
+    """Change links as a message says; return the state of all links."""
     for change in json.loads(message):
         host = change.pop("host")
         if change.pop("end", False):
@@ -224,7 +224,7 @@ def main(folder: Path) -> int:
                 continue
             message, sender = control.recvfrom(_LARGEST_FRAME)
             control.sendto(json.dumps(obey(switch, hosts, message)).encode(), sender)
-    # A host that was ended is no error, and has said nothing.
+    # A host that was killed (a negative status) is not an error.
     return next((host.returncode for host in hosts if host.returncode > 0), 0)
 
 

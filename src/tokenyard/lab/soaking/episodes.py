@@ -1,11 +1,12 @@
 """An episode: the work that all ranks do between two agreements, drawn from the seed and its number.
 
-    case     a random case of the conformance suite, on some of the ranks: a subgroup, a plan, a layer, all given back
+    case     a random case of the conformance suite, on some of the ranks: a subgroup, a plan, a layer, all closed again
     growth   layers that share a workspace: planned, extended, two in flight, trimmed, closed
     split    the ranks part into two groups, which go on side by side and do not know each other
     loss     a rank is killed under load; the others go on without it, a fresh one takes its place (`loss`)
 
-Every result is checked on the rank that got it. A complaint is not raised: the soak goes on, and tells it in the end.
+Every result is checked on the rank that got it. A wrong result is not raised: the soak goes on, and
+reports it at the end.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ EpisodeKind = Literal["case", "growth", "split", "loss"]
 # One in so many is a loss: each costs a deadline and a new process.
 _EPISODES_PER_LOSS = 10
 _MOST_LAYERS = 4
-# The share of ranks that bring tokens.
+# The probability that a rank brings tokens.
 _BUSY = 0.75
-# One layer in so many runs on the grouped experts, which are held against the oracle alone.
+# One layer in so many runs on the grouped experts, which are compared with the oracle alone.
 _LAYERS_PER_GROUPED = 4
 # The layers that are served all along, so that their speed can be compared.
 _STEADY = (
@@ -70,7 +71,7 @@ class Episode:
 
     @property
     def chance(self) -> random.Random:
-        """The same draws on every rank."""
+        """A random generator with the same draws on every rank."""
         return random.Random(self.seed)
 
 
@@ -91,7 +92,7 @@ def draw_episode(settings: Settings, number: int) -> Episode:
 
 
 def run_case(group: Group, episode: Episode, tally: Tally) -> None:
-    """A random case on some of the ranks. The others have nothing to do, and wait for nobody."""
+    """Run a random case on some of the ranks. The others do nothing, and go on to the agreement."""
     chance = episode.chance
     world = chance.randint(1, group.size)
     members = sorted(chance.sample(range(group.size), world))
@@ -100,11 +101,11 @@ def run_case(group: Group, episode: Episode, tally: Tally) -> None:
 
 
 def run_split(group: Group, episode: Episode, tally: Tally) -> None:
-    """Two groups side by side, each with a case of its own."""
+    """Split the ranks into two groups, which run cases of their own side by side."""
     chance = episode.chance
     first = sorted(chance.sample(range(group.size), chance.randint(0, group.size)))
     here = first if group.rank in first else [rank for rank in range(group.size) if rank not in first]
-    # One subgroup after the other is made and given back, while the other half is wherever it is.
+    # Each half makes and closes two subgroups, one after the other, without waiting for the other half.
     for turn in range(2):
         _run_case_on(group.subgroup(here), episode, episode.seed + 2 * turn + (here is first), tally)
 
@@ -162,7 +163,7 @@ def _draw_on(group: Group, seed: int, exchange: str | type[Transport]) -> Case:
 
 
 def _draw(seed: int, group: Group, exchange: str | type[Transport]) -> Case:
-    """A case on the ranks of a group, now and then on the experts that models run on."""
+    """A case on the ranks of a group; sometimes with grouped experts, as models have, instead of reference ones."""
     case = _draw_on(group, seed, exchange)
     if seed % _LAYERS_PER_GROUPED:
         return case
@@ -186,14 +187,14 @@ def go(served: Served, batch: Batch, tally: Tally) -> None:
 
 
 def any_batch(served: Served, chance: random.Random) -> Batch:
-    """A batch of any size on any rank, empty ones among them."""
+    """This rank's batch of a round trip to which ranks bring random numbers of tokens, or none."""
     most, world = max(served.case.tokens), served.plan.group.size
     tokens = [chance.randint(0, most) if chance.random() < _BUSY else 0 for _ in range(world)]
     return served.batch(tokens, chance.getrandbits(40))
 
 
 class KnownLayers:
-    """Layers of one plan that are served again and again: always the same rows, always the same bits."""
+    """Layers of one plan that are called again and again with the same rows, and must give the same bits."""
 
     def __init__(
         self, group: Group, exchange: str | type[Transport], cases: Sequence[Case], name: str

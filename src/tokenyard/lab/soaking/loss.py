@@ -3,7 +3,7 @@
     survivors   round trips … PeerLost ─► go_on_without ─► round trips ─► readmit ─┬─► the bits of before
     fresh rank                             (a process starts)    the same plan ────┘
 
-A thread cannot be killed: it leaves in the middle of its work, and comes back as a stranger.
+A thread cannot be killed: instead it leaves the group in the middle of its work, and joins again as a new rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenyard.lab.soaking.episodes import Episode, KnownLayers, Tally, any_batc
 from tokenyard.lab.soaking.run_folder import RunFolder
 from tokenyard.lab.soaking.settings import Settings
 
-# Seconds. Where nothing but the clock tells that a rank is gone, the others wait so long; nobody computes for as long.
+# Seconds after which the others notice a loss by the deadline alone. No rank computes for as long.
 _LOSS_DEADLINE = 10.0
 # Seconds under load before a rank is killed, at most: some hundred round trips.
 _LONGEST_LIFE = 0.5
@@ -62,7 +62,7 @@ def lose_a_rank(
 
 
 def join(group: Group, settings: Settings, episode: Episode, tally: Tally) -> Group:
-    """Take the place of the rank that was lost. In its first round trips the others see their old bits."""
+    """Take the place of the rank that was lost. Its first round trips must give the other ranks the bits of before."""
     return _whole_again(group, _layers(group, episode, tally), settings)
 
 
@@ -77,7 +77,7 @@ def _whole_again(old: Group, layers: KnownLayers, settings: Settings) -> Group:
 
 
 def _go_until_lost(layers: KnownLayers, seconds: float, tally: Tally) -> PeerLost | None:
-    """Round trips, until one of them ends with a loss."""
+    """Make round trips until one raises a loss; return it, or None if none did in so many seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:

@@ -1,15 +1,15 @@
-"""What the processes of a soak hold, as the kernel counts it (/proc, so: Linux).
+"""What the processes of a soak hold, as the kernel counts it in /proc (Linux only).
 
-Memory is what no file stands behind, process by process, and shared memory, of which each process has its share. (So
-libraries do not count: the shares of a library move when others on the machine load it. And what a rank shares with the
-forkserver counts for both: with proportional shares, memory would seem to grow for hours, while ranks write into one
-page after the other and so get copies of their own.) It is measured while all ranks rest: between two episodes, garbage
-collected, and what the allocator holds free given back. What is left is held by somebody.
+Memory is each process's anonymous memory (without a file behind it), plus its proportional share of shared memory.
+Libraries are left out, because the share of a library changes when other processes of the machine load it. Pages that a
+rank shares with the forkserver count for both: with proportional shares, memory would seem to grow for hours, while
+ranks write to one page after the other and get copies of their own. It is measured while all ranks rest between two
+episodes, after garbage is collected and the allocator's free memory is returned. What is left is in use.
 
 Left to itself, glibc's allocator keeps freed memory between what is still in use, in a heap for each thread, and the
-random sizes of a soak fragment them for an hour. So ranks are told to map every larger block by itself, and to share
-one heap: what is freed is gone. oneDNN, underneath torch, keeps what it has prepared for each shape of a product: with
-random shapes that is half a megabyte for a hundred episodes. Ranks that are processes do without it.
+random sizes of a soak fragment them for an hour. So ranks set it to map every larger block by itself, and to use one
+heap: freed memory then goes back to the machine. oneDNN, underneath torch, keeps what it has prepared for each shape of
+a product: with random shapes that is half a megabyte for a hundred episodes. Ranks that are processes do without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from tokenyard.errors import InputError
 
 _PROC = Path("/proc")
-# Of mallopt, and bytes: a tensor of so many is mapped by itself.
+# Parameters of mallopt; and the bytes from which on a block is mapped by itself.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _SMALLEST_MAPPED = 64 * 1024
 
@@ -38,14 +38,14 @@ class Sample:
     seconds: float  # since the soak began
     episode: int
     memory: int  # of all processes
-    lasting_memory: int  # of those that live all along: who launched, the forkserver, rank 0
+    lasting_memory: int  # of processes that live all along: launcher, forkserver, rank 0
     shared_memory: int  # anonymous files and /dev/shm, proportional shares
     descriptors: int
     sockets: int  # of the descriptors
     threads: int
     processes: int
     round_trips_per_s: float  # of the layers that are served all along
-    device_memory: int | None  # in use on rank 0's GPU, by anybody
+    device_memory: int | None  # in use on rank 0's GPU, by all processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Held:
 
 
 def check_measurable() -> None:
-    """Raise where the kernel does not say what a process holds."""
+    """Raise if the kernel does not report the memory of a process."""
     rollup = _PROC / "self/smaps_rollup"
     if not rollup.exists() or "Pss_Shmem:" not in rollup.read_text():
         raise InputError(
@@ -71,7 +71,7 @@ def check_measurable() -> None:
 
 
 def let_freed_memory_go() -> None:
-    """From now on, what this process frees goes back to the machine, and nothing is kept for shapes to come."""
+    """Make the allocator return freed memory to the machine, and turn off oneDNN, which caches by shape."""
     torch.backends.mkldnn.set_flags(_enabled=False)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc's
@@ -80,7 +80,7 @@ def let_freed_memory_go() -> None:
 
 
 def settle() -> None:
-    """Collect garbage, and give what the allocator holds free back to the machine."""
+    """Collect garbage, and return the allocator's free memory to the machine."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc's
@@ -90,7 +90,7 @@ def settle() -> None:
 def measure(
     root: int, *, seconds: float, episode: int, round_trips_per_s: float, device: torch.device
 ) -> Sample:
-    """A sample of the process `root` and of all that come from it. Called by rank 0, while the others rest."""
+    """A sample of the process `root` and all its descendants. Called by rank 0, while the others rest."""
     parents = _parents()
     children = defaultdict(list)
     for pid, parent in parents.items():
@@ -122,7 +122,7 @@ def _parents() -> dict[int, int]:
                 stat = (_PROC / entry.name / "stat").read_text()
             except OSError:
                 continue  # it has just ended
-            # The name stands in parentheses, and may hold any.
+            # The name is in parentheses, and may contain some itself.
             found[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
     return found
 

@@ -1,10 +1,10 @@
-"""What ranks write down while they soak: in a folder that only this soak knows, so that a rank may die at any moment.
+"""The folder into which the ranks of a soak write progress and findings, so that none are lost when a rank dies.
 
     progress.json     rank 0, after every episode: how far it is, and what was counted
     samples.jsonl     rank 0, a line per sample
     findings.jsonl    any rank, a line per finding
     expected.json     rank 0, while a rank is lost: the episode that the fresh one joins
-    stop              whoever wants the soak to end
+    stop              any process that wants the soak to end
     pid-3             rank 3: its process
 
 Nothing is kept in memory: what ranks remember for the report would look like a leak.
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from tokenyard.lab.soaking.measuring import Sample
 
 FindingKind = Literal["wrong result", "hang", "error", "leak", "memory"]
-# Of what a finding says; an error may hold a whole table.
+# Characters of a finding's text; an error may hold a whole table.
 _LONGEST = 1000
 
 
@@ -46,7 +46,7 @@ class Counts:
     """How much was done, by all ranks together."""
 
     episodes: int = 0
-    round_trips: int = 0  # of layers: one, however many ranks took part
+    round_trips: int = 0  # calls of a layer, counted once for all ranks
     checked: int = 0  # results, one for each rank that took part
     lost: int = 0  # ranks that were killed, and came back
 
@@ -71,7 +71,7 @@ class RunFolder:
         return None if found is None else Counts(**found)
 
     def expect_episode(self, episode: int | None) -> None:
-        """The episode that a fresh rank joins; None: no rank is expected any more."""
+        """Write down the episode that a fresh rank will join; None: no rank is expected any more."""
         if episode is None:
             (self.folder / "expected.json").unlink(missing_ok=True)
         else:
@@ -121,7 +121,7 @@ class RunFolder:
         (self.folder / "stop").touch()
 
     def stopped(self) -> bool:
-        """Whether somebody wants the soak to end."""
+        """Whether the soak was asked to end."""
         return (self.folder / "stop").exists()
 
     def _replace(self, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Layers that a soak serves, and the checks of what comes out of them."""
+"""Layers that a soak calls, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
 
-# Experts whose rows do not depend on what else is in the batch: results are compared bit by bit.
+# Experts whose result for a row does not depend on the rest of the batch: it is compared bit by bit.
 BITWISE = "reference"
-# What fast experts may lose: rows, first products and activations, each rounded to bf16.
+# The relative error of fast experts: they round rows, first products and activations to bf16.
 _ROUNDED_TO_BF16 = 3 * torch.finfo(torch.bfloat16).eps
 
 
@@ -34,7 +34,7 @@ class Batch:
     routes: Routes
 
     def payloads_on(self, device: torch.device) -> dict[str, Tensor] | None:
-        """What travels with the rows, if anything does."""
+        """The further payloads of the rows, on a device; None if there are none."""
         payloads = self.case.further_payloads(self.rank)
         return payloads and {name: tensor.to(device) for name, tensor in payloads.items()}
 
@@ -56,7 +56,7 @@ class Served:
         return Batch(case=drawn, rank=rank, x_TH=x_TH, routes=routes)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """A round trip."""
+        """Call the layer, and return its output on the CPU."""
         device = self.plan.group.device
         y_TH: Tensor = self.layer(
             batch.x_TH.to(device), batch.routes.to(device), payloads=batch.payloads_on(device)
@@ -92,7 +92,7 @@ class Served:
 
 
 def two_in_flight(first: Served, second: Served, batches: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
-    """Two round trips, the second of which goes out before the first comes home."""
+    """Make two round trips, with the second dispatch before the first combine."""
     exchange, device = first.plan.exchange, first.plan.group.device
     flights = []
     for served, batch in zip((first, second), batches, strict=True):

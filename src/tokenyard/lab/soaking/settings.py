@@ -1,4 +1,4 @@
-"""What a soak is asked for."""
+"""The settings of a soak."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Settings:
 
     ranks: int = 4
     kind: RankKind = "processes"
-    # It ends after so many seconds, or after so many episodes, whichever comes first. None: never by that.
+    # It ends after so many seconds or so many episodes, whichever comes first. None: no such limit.
     seconds: float | None = None
     episodes: int | None = None
     exchanges: tuple[str | type[Transport], ...] = ("one_sided", "two_sided", "allgather")

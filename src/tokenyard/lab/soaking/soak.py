@@ -1,8 +1,8 @@
-"""Start the ranks of a soak, watch them, and say what came of it.
+"""Start the ranks of a soak, watch them, and return a report.
 
 The ranks run in a thread of this process (as threads of it, or as processes), and write how far they are into a folder.
 If they have written nothing for far longer than any wait may take, something hangs: that is a finding, and they are
-ended. Ranks that came apart are started anew, a few times, from the next episode on.
+ended. If a group breaks, its ranks are started again, a few times, with the next episode.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tokenyard.temporary_folders import temporary_folder
 
 # Groups that may break before a soak is given up.
 _MOST_BREAKS = 3
-# Ranks that may be killed in one soak: a night of losses has fewer.
+# Ranks that may be replaced in one soak: more than a night of losses kills.
 _MOST_REPLACEMENTS = 1_000_000
-# Seconds between two looks at the ranks.
+# Seconds between two checks of the ranks' progress.
 _LOOK = 0.25
 
 
@@ -39,7 +39,7 @@ class Report:
     seconds: float
     counts: Counts
     samples: list[Sample]
-    growth: dict[str, Growth]  # by what was measured
+    growth: dict[str, Growth]  # by the name of what was measured
     findings: list[Finding]
 
     @property
@@ -56,7 +56,7 @@ def soak(settings: Settings, on_progress: Callable[[Report], None] = lambda repo
 
 
 class _Soak:
-    """A soak, as the process sees it that starts the ranks."""
+    """A soak in the process that starts the ranks."""
 
     def __init__(
         self, settings: Settings, run_folder: RunFolder, on_progress: Callable[[Report], None]
@@ -64,7 +64,7 @@ class _Soak:
         self.settings, self.run_folder, self.on_progress = settings, run_folder, on_progress
         self.began = time.monotonic()
         self.done = Counts()  # in runs that have ended
-        # Seconds. A loss takes several waits: the deadline itself, a fresh process, and the meeting of all.
+        # Seconds without progress that are a hang. A loss takes several waits: a deadline, a fresh process, a meeting.
         self.patience = 6 * settings.deadline + 60.0
 
     def run(self) -> Report:
@@ -162,7 +162,7 @@ class _Soak:
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:
-    """What ranks say of each other's errors is left out, where the error itself is there."""
+    """Findings without those that only repeat another rank's error, if that error is a finding of the same episode."""
     causes = {f.episode for f in findings if f.kind == "error" and not f.what.startswith(_ECHOES)}
     return [
         f for f in findings if f.episode not in causes or not (f.kind == "hang" or f.what.startswith(_ECHOES))

@@ -1,9 +1,9 @@
 """Which growth in the samples of a soak is a leak.
 
 **Memory** is fitted with a line, robustly: the median of the slopes between all pairs of samples (Theil–Sen), so that
-a few odd samples, in which somebody had just come or gone, do not count. The first third of the samples is left out:
-libraries are loaded, pools filled, every kind of episode seen once. A slope of 1 MB in 10 minutes is a finding, if
-it is not chance (the lower end of its 95% interval is above zero).
+a few odd samples, taken while a process had just started or ended, do not count. The first third of the samples is
+left out: libraries are loaded, pools filled, every kind of episode seen once. A slope of 1 MB in 10 minutes is a
+finding, if it is not chance (the lower end of its 95% interval is above zero).
 
 A short soak cannot tell 1 MB in 10 minutes from noise. There, memory must also have grown by 16 MB in all.
 
@@ -25,12 +25,12 @@ from tokenyard.units import MB
 
 # Bytes per second: 1 MB in 10 minutes.
 MOST_GROWTH = MB / 600
-# Seconds behind the warm-up from which on such a growth can be told from noise.
+# Seconds after the warm-up from which on such a growth can be told from noise.
 LONG_ENOUGH = 600.0
 # Bytes that a shorter soak must have grown by.
 MOST_IN_SHORT = 16 * MB
 _FEWEST = 9  # samples: three thirds of three
-_MOST_POINTS = 400  # that are compared pair by pair
+_MOST_POINTS = 400  # samples that are compared pair by pair
 _Z = 1.96  # of a 95% interval
 
 MEMORIES = ("memory", "lasting_memory", "shared_memory", "device_memory")
@@ -44,11 +44,11 @@ class Growth:
     value: float
     low: float
     high: float
-    seconds: float  # that it was fitted over
+    seconds: float  # the time that was fitted
 
     @property
     def total(self) -> float:
-        """Bytes of growth over the whole soak."""
+        """Bytes of growth over the time that was fitted."""
         return self.value * self.seconds / 600
 
     @property
@@ -59,7 +59,7 @@ class Growth:
 
 
 def judge(samples: Sequence[Sample]) -> tuple[dict[str, Growth], list[Finding]]:
-    """The growth of each kind of memory, and what has leaked."""
+    """The growth of each kind of memory, and a finding for each leak."""
     if len(samples) < _FEWEST:
         return {}, []
     third = len(samples) // 3

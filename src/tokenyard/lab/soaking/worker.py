@@ -3,8 +3,8 @@
     ┌► steady layers ─► episode ─► meeting ─► (rest: rank 0 measures) ─┐
     └──────────────────────────────────────────────────────────────────┘
 
-Rank 0 is never killed: what it keeps by mistake adds up for as long as the soak lasts. It says at each meeting whether
-to go on, and whether to rest.
+Rank 0 is never killed, so that its leaks add up for as long as the soak lasts. At each meeting it decides whether to go
+on, and whether to rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def work(group: Group, settings: Settings, arguments: RunArguments) -> None:
 
 
 class _Worker:
-    """One rank of a soak, and what rank 0 has counted."""
+    """One rank of a soak; on rank 0, also the counts of all ranks."""
 
     def __init__(
         self, group: Group, settings: Settings, arguments: RunArguments, run_folder: RunFolder
@@ -85,7 +85,7 @@ class _Worker:
         self._go_steadily(tally)
         episode = draw_episode(self.settings, self.number)
         if episode.kind == "loss":
-            self.end()  # the group that it was made on will be broken
+            self.end()  # the group of the steady layers will be broken
             self.group = lose_a_rank(self.group, self.settings, episode, self.run_folder, tally)
             self._serve()
         else:
@@ -93,7 +93,7 @@ class _Worker:
         self._meet(tally, lost=int(episode.kind == "loss"))
 
     def end(self) -> None:
-        """Give the steady layers back."""
+        """Close the plan of the steady layers."""
         if self.steady is not None:
             self.steady.plan.close()
             self.steady = None
@@ -109,7 +109,7 @@ class _Worker:
         self._steady_seconds += time.monotonic() - started
 
     def _meet(self, tally: Tally, *, lost: int = 0) -> None:
-        """Report what the episode gave, learn whether to go on, and pause if it is time to."""
+        """Report this rank's findings and counts, learn whether to go on, and rest if rank 0 says so."""
         for complaint in tally.complaints:
             finding = Finding(kind="wrong result", what=complaint, episode=self.number, rank=self.group.rank)
             self.run_folder.add_finding(finding)
