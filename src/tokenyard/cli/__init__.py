@@ -2,8 +2,8 @@
 `convert`, `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
-and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
-package are one readable message on stderr and exit code 2 (`output.reported`); `--json` prints exactly one
+and the rest of the package are imported inside the functions, so that `--help` answers at once. An error of
+the package gives one readable message on stderr and exit code 2 (`output.reported`); `--json` prints exactly one
 JSON document on stdout, and nothing else there, also where an option is wrong (`output.Commands`). Ctrl-C ends a
 command within a second, with exit code 130 (`interrupts`).
 """
@@ -21,7 +21,7 @@ def main() -> None:
     end_on_interrupt()  # before typer is imported, which takes a while
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an encoding that has no ✓ is no reason to end
+            stream.reconfigure(errors="replace")  # an encoding without ✓ must not end a command
     from tokenyard.cli.commands import app
 
     app(prog_name="tokenyard")

@@ -1,4 +1,4 @@
-"""`tokenyard balance`: whether another placement of the experts pays, from the routes of a real run."""
+"""`tokenyard balance`: forecasts whether another placement of the experts pays, from the routes of a real run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _rates(bandwidth: float | None, tflops: float | None) -> tuple[float, float]
     from tokenyard.lab.bench.machine_rates import copy_rate, product_rate
 
     cpu, clock = torch.device("cpu"), host_clock(3)
-    # Of a copy, what is read counts, as bytes that arrive.
+    # Half of the bytes of a copy: those that are read, as those that would arrive.
     return bandwidth or copy_rate(cpu, clock) / 2 / 1e3, tflops or product_rate(cpu, clock) / 1e6
 
 

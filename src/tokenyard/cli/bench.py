@@ -1,7 +1,7 @@
-"""`tokenyard bench`: measurements, each beside its floor, kept with their provenance.
+"""`tokenyard bench`: measurements, each with its floor, saved with date, hardware, versions and commit.
 
 A function here declares the options of a benchmark, and checks what can be checked before torch is loaded.
-`_benchmark` makes a command of it. `tokenyard.lab.bench.runs` has what is measured.
+`_benchmark` makes a command of it. The measurements are in `tokenyard.lab.bench.runs`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _benchmark(declared: Callable[..., str | None]) -> None:
         if where is not None:
             name, given = f"{name}_{where}", vars(choose(name, where, given))
         output = Output(as_json, out, given.pop("plot", None))
-        given.pop("device", None)  # the name of the run says it
+        given.pop("device", None)  # it is part of the name of the run
         from tokenyard.lab.bench import runs
 
         run_benchmark(getattr(runs, f"{name}_run")(**given), output)

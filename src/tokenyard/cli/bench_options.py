@@ -1,7 +1,7 @@
-"""The options of benchmarks that depend on the place of the measurement: their defaults, and what may be given there.
+"""Options of benchmarks whose defaults and allowed values depend on the place of the measurement.
 
-A place is a device, or how a layer is described. Options are declared here and checked by `choose`. A value that was
-not given is None, or an empty list, or False.
+A place is a device or, for `bench layer`, how the layer is given: by its shape, or by `--cells`. Options
+are declared here and checked by `choose`. A value that was not given is None, or an empty list, or False.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ OPTIONS: dict[str, dict[str, dict[str, Option]]] = {
             "plot": _default(None),
         },
     },
-    # A layer is measured on a GPU: with a shape of one's own, or with those of models.
+    # A layer is measured on a GPU: with a given shape, or with the shapes of models.
     "layer": {
         "shape": {
             **_defaults(tokens=[128, 512, 4096], ranks=4, weights=["bf16"]),

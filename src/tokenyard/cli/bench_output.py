@@ -23,7 +23,7 @@ EXIT_FAILED = 1
 
 
 def run_benchmark(run: Run, output: Output) -> None:
-    """Measure step by step, with signs of life on stderr; then print, save and draw what was found."""
+    """Measure step by step, with progress on stderr; then print, save and draw the figures."""
     from tokenyard.lab.bench.records import figure
 
     document, steps = run.document, run.steps
@@ -39,7 +39,7 @@ def run_benchmark(run: Run, output: Output) -> None:
         for record in records:
             took = record.note if record.ours is None else f"{figure(record.ours.median)} {document.unit}"
             errors.print(f"  {record}: {took}", markup=False, soft_wrap=True)
-        if output.out is not None:  # as far as it goes: a machine that is taken away takes no figures with it
+        if output.out is not None:  # after every step, so that figures survive if the machine goes away
             save_json(document.as_dict(), output.out)
     run.finish()
     output.deliver(
@@ -56,7 +56,7 @@ def _draw(document: Document, path: Path) -> None:
 
 
 def print_document(document: Document) -> None:
-    """The figures of a benchmark, for people."""
+    """Print the figures of a benchmark as a table."""
     cells = document.table()
     rows = zip(*cells.values(), strict=True)
     figures = [name for name, found in cells.items() if all(cell[:1].isdigit() for cell in found if cell)]

@@ -1,7 +1,7 @@
 """`tokenyard check`: every exchange × wire format × kind of ranks, random layers and named checks, as a grid.
 
-A random case is bitwise equal to the twin and within the bound around the oracle, or it is a finding. The named checks
-say what a part did wrong, where a case says that something is wrong. All of it runs on anybody's class:
+A random case that is not bitwise equal to the twin, or not within the bound around the oracle, is a finding. A case
+shows that something is wrong; a named check also says what. Both also run on classes from outside of this package:
 
     tokenyard check --exchange package.module:Class
 """
@@ -71,14 +71,14 @@ def check(
     thread_groups(1, device=device)  # raises where there is no such device
     kinds = _kinds(ranks)
     everything = not (exchange or format_ or experts)
-    # Experts alone need no exchange; an exchange or a format is tried with all of its counterparts.
+    # Experts alone need no exchange. A given exchange is tried with all formats, and a given format with all exchanges.
     moves = everything or bool(exchange or format_)
     exchanges = [load_part(name, resolve_exchange) for name in exchange or EXCHANGES] if moves else []
     chosen_formats = [_format(name) for name in format_ or FORMATS]
     chosen_experts = [load_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
     _check_names("exchange", exchanges, EXCHANGES)
     _check_names("experts", chosen_experts, EXPERTS)
-    # Whoever names a part that does not run there gets an error; of all of them, those that do are checked.
+    # A part that was named and does not run on the device is an error; otherwise, parts that do not are skipped.
     skipped = {} if experts else _not_running(chosen_experts, device)
     skipped |= {} if exchange else _not_running(exchanges, device)
     chosen_experts = [one for one in chosen_experts if one.name not in skipped]
@@ -161,7 +161,7 @@ def _not_running(parts: Sequence[type[Experts] | type[Transport]], device: str) 
 
 
 def _format(name: str) -> str | Format:
-    """A registered format by its name, or an object of somebody's own class."""
+    """The name of a registered format, or an object of a class given as `package.module:Class`."""
     from tokenyard.formats import FORMATS, Format, get
 
     if ":" not in name:
@@ -183,7 +183,7 @@ def _format(name: str) -> str | Format:
 
 
 def _check_names(kind: str, chosen: Sequence[Any], registered: Mapping[str, Any]) -> None:
-    """Raise where two classes have one name: the grid could not tell them apart."""
+    """Raise if two classes have the same name: the grid could not tell them apart."""
     known = dict(registered)
     for cls in chosen:
         if known.setdefault(cls.name, cls) is not cls:
@@ -245,7 +245,7 @@ def _mark(passed: int, total: int) -> str:
 
 
 def _show_grid(device: str, parts: list[CheckedPart], cells: list[Cell], findings: list[str]) -> None:
-    """Exchange × kind of ranks by wire format; the first finding of each cell is put on the list."""
+    """Exchange × kind of ranks by wire format; the first finding of each cell is added to `findings`."""
     wires = list(dict.fromkeys(cell.wire for cell in cells))
     lines = []
     for part in parts:

@@ -39,7 +39,7 @@ def convert(
     task = bar.add_task("reading", total=checkpoint.nbytes)
 
     def tell(what: str, done: int, total: int) -> None:
-        bar.start()  # not before: what cannot be converted has no progress
+        bar.start()  # not before, so that errors come without a progress bar
         bar.update(task, description=what, completed=done, total=total)
 
     try:
@@ -52,7 +52,7 @@ def convert(
 
 
 def as_fields(written: Conversion) -> dict[str, Any]:
-    """What was written, as plain values."""
+    """A conversion as plain values, for JSON."""
     return {
         "out": str(written.folder),
         "weights": written.weights,

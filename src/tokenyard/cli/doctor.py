@@ -1,7 +1,8 @@
 """`tokenyard doctor`: what this machine can do, and why not the rest. Everything marked ✓ was really run.
 
-What this machine has not (a GPU, an optional library) is no failure. What was run and did not work is: it is named in
-the last line, and the exit code is 1. The core job is a layer on two ranks in one process; without it, nothing works.
+Something that the machine does not have (a GPU, an optional library) is not a failure. Something that was run and did
+not work is: the last line names it, and the exit code is 1. The core job is a layer on two ranks in one process;
+without it, nothing works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tokenyard.units import size
 if TYPE_CHECKING:
     from tokenyard.group import Group
 
-# Seconds, by device: a tiny round trip that hangs is a finding, too. On a GPU, kernels are compiled first.
+# Seconds, by device, after which a tiny round trip counts as hanging. On a GPU, kernels are compiled first.
 _DEADLINE = {"cpu": 20.0, "cuda": 120.0}
 _START_RANKS = 4
 
@@ -38,7 +39,7 @@ class Finding:
     ok: bool | None  # None: a fact, or something that is not here
     detail: str
     core: bool = False  # nothing works without it
-    absent: bool = False  # it is not here, so it was not tried
+    absent: bool = False  # the machine does not have it, so it was not tried
 
 
 def doctor(
@@ -109,7 +110,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _here_or_absent(section: str, name: str, detail: str | None, why_not: str) -> Finding:
-    """Something that a machine may have. Nothing is known to be wrong with it."""
+    """The finding for something optional: `detail` if the machine has it, else absent, with `why_not`."""
     return Finding(
         section=section, name=name, ok=True if detail else None, detail=detail or why_not, absent=not detail
     )
@@ -161,7 +162,7 @@ def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = 
 
 
 def tiny_layer(group: Group, exchange: str) -> float:
-    """One rank of a tiny layer: how far its result is off the exact one."""
+    """Run a tiny layer on this rank; return the relative error of its result."""
     from tokenyard.conformance.cases import Case, run_case
 
     case = Case(

@@ -2,8 +2,8 @@
 
     torchrun --nnodes 2 … -m tokenyard doctor --hosts
 
-Ranks reach each other, or nothing else here is found out. Then they compare versions and clocks; the first rank of each
-host sends bytes to those of all others, one pair after the other; and a tiny layer runs over all ranks.
+First all ranks must reach each other. Then they compare versions and clocks; the first rank of each host sends bytes to
+the first ranks of all others, one pair after the other; and a tiny layer runs over all ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 # Bytes that are sent to measure a link, and round trips of one byte.
 _SENT = 1 << 21
 _PINGS = 5
-# A link that is worse is a finding. 100 Mbit/s: a row of 14 KB (H = 7168 in bf16) takes a millisecond.
+# A link beyond one of these limits is a finding. 100 Mbit/s: a row of 14 KB (H = 7168 in bf16) takes a millisecond.
 LEAST_RATE = 12.5e6  # bytes per second
 MOST_LATENCY = 0.005  # seconds, of one way
-# A link that is so many times slower than the median of all is a finding, too: somebody waits for it in every call.
+# A link that is so many times slower than the median of all is a finding, too: every call waits for it.
 MOST_UNEVEN = 4.0
-# Seconds by which clocks may be apart. Nothing waits by them, but logs are compared by them.
+# Seconds by which clocks may be apart. No wait uses them, but logs are compared by them.
 MOST_APART = 1.0
 _DEADLINE = 60.0  # seconds
 # Of the tiny layer, as in `doctor`: bf16 rounds to 8 bits, a few times over.
@@ -84,7 +84,7 @@ def examine_hosts(group: Group) -> list[Finding]:
     names = [f"host {number}" for number in range(len(hosts))]
     mine = {"versions": {**versions(), "protocol": str(PROTOCOL)}, "name": platform.node()}
     facts = group.gather_json(mine, phase="facts of hosts")
-    group.barrier()  # from here on, all are at the same moment, but for a latency
+    group.barrier()  # all ranks read their clocks at the same moment, up to a latency
     clocks = group.gather_json(wall_clock(), phase="clocks")
     leaders = [ranks[0] for ranks in hosts]
     links = _measured_links(group, leaders, names)
@@ -105,7 +105,7 @@ def examine_hosts(group: Group) -> list[Finding]:
 
 
 def _measured_links(group: Group, leaders: Sequence[int], names: Sequence[str]) -> list[Link]:
-    """Every ordered pair of hosts, one after the other; known to all ranks."""
+    """Measure every ordered pair of hosts, one after the other; return all links on every rank. Collective."""
     measured: list[dict[str, Any]] = []
     if group.rank in leaders and len(leaders) > 1:
         between = group.subgroup(leaders, name=f"{group.name}/leaders")
@@ -121,7 +121,7 @@ def _measured_links(group: Group, leaders: Sequence[int], names: Sequence[str]) 
 
 
 def _measure(between: Group, source: int, target: int) -> tuple[float, float]:
-    """One way's latency, and bytes per second, as the source sees them; the others only take part."""
+    """The latency of one way, and bytes per second, measured by `source`. All ranks of `between` take part."""
     import torch
 
     def send(nbytes: int, sender: int, receiver: int) -> None:
@@ -145,7 +145,7 @@ def _measure(between: Group, source: int, target: int) -> tuple[float, float]:
     return there_and_back / 2, _SENT / carrying
 
 
-# -- What is made of it ------------------------------------------------------------------------------------
+# -- Findings ----------------------------------------------------------------------------------------------
 
 
 def _reach(hosts: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _reach(hosts: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[Fin
 
 
 def judge_versions(by_rank: Sequence[dict[str, str | None]]) -> Iterator[Finding]:
-    """Each library: the same on all ranks, or which ranks have which."""
+    """A finding for each library: its version, or which ranks have which if they differ."""
     for name in dict.fromkeys(name for versions in by_rank for name in versions):
         found = [str(versions.get(name)) for versions in by_rank]
         ok = len(set(found)) == 1
@@ -169,7 +169,7 @@ def judge_versions(by_rank: Sequence[dict[str, str | None]]) -> Iterator[Finding
 
 
 def judge_clocks(by_host: Sequence[float]) -> Finding:
-    """How far the clocks of hosts are apart."""
+    """The finding on how far the clocks of hosts are apart."""
     apart = max(by_host) - min(by_host)
     detail = f"at most {apart:.2f} s apart"
     if apart > MOST_APART:
@@ -179,7 +179,7 @@ def judge_clocks(by_host: Sequence[float]) -> Finding:
 
 
 def judge_links(links: Sequence[Link]) -> Iterator[Finding]:
-    """Each link beside what is least, and beside the others."""
+    """A finding for each link, compared with the limits above and with the median of all links."""
     from tokenyard.units import size
 
     median = statistics.median(link.rate for link in links) if links else 0.0

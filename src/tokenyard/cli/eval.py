@@ -1,8 +1,8 @@
-"""`tokenyard eval`: what a wiring costs in accuracy.
+"""`tokenyard eval`: how much accuracy a wiring costs.
 
 Every exchange × wire × weights × combine wire answers the same questions as the whole model. The table has the share
-that is right, the paired difference to the whole model, the error of the logits, tokens per second, and the bytes that
-it takes.
+that is right, the paired difference to the whole model, the error of the logits, tokens per second, and the bytes of
+rows and experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tokenyard.lab.evaluation.table import Evaluation, Row
 
-# The formats that weights of a bf16 model are put into, if no other choice is made.
+# The weight formats of an evaluation, if none are given.
 _WEIGHTS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
 
 
@@ -129,7 +129,7 @@ def evaluate(
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:
-    """ONLY_EXCHANGES with the fastest first: the first one answers all questions."""
+    """All exchanges, the fastest first: the first one answers all questions."""
     return sorted(exchanges, key=lambda name: name != "one_sided")
 
 
@@ -172,7 +172,7 @@ def _combine_wires(chosen: Sequence[str] | None) -> list[str]:
 
 
 def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bool) -> list[Row]:
-    """All rows, with progress on stderr."""
+    """Run an evaluation, with progress on stderr; return all rows."""
     with progress_bar(disable=not shows) as progress:
         bar = progress.add_task("loading the model", total=evaluation.answers_expected)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
     from tokenyard.planning.spec import LayerSpec
 
-# What is shown of a layer as the checkpoint has it.
+# The fields of a checkpoint's layer that are shown.
 _SHOWN = (
     "name",
     "num_experts",
@@ -80,7 +80,7 @@ def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
 
 
 def _specs(checkpoint: Checkpoint) -> tuple[dict[str, LayerSpec], list[str]]:
-    """The layers as the model's config has them, by name, and what is to be said about that."""
+    """The layers of the model's config, by name, and notes on how they differ from those in the files."""
     from tokenyard.integrations.huggingface import layers_from_config
     from tokenyard.units import span
 
@@ -175,7 +175,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Layers that differ in nothing but their name, together."""
+    """Groups of layers that differ in their name only: the names, and the common fields."""
     groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for layer in layers:
         rest = {key: value for key, value in layer.items() if key != "name"}

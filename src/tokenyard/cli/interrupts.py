@@ -3,7 +3,7 @@
 Python would raise `KeyboardInterrupt` in the main thread. That is too late where the main thread is inside of a long
 operation of torch, it does not reach the other threads (ranks may be threads), and leaving all blocks of the program
 takes as long as the slowest of them waits. So a signal wakes a thread that does nothing else: it ends the processes
-of the ranks, removes the temporary folders, says one line, and ends this process.
+of the ranks, removes the temporary folders, writes one line to stderr, and ends this process.
 
 This module is imported before anything that takes time, and imports nothing that does.
 """
@@ -26,7 +26,7 @@ _PATIENCE = 0.2
 
 _SHOW_CURSOR = "\x1b[?25h"
 
-# Adds to the line what was done so far.
+# At most one function, whose text on what was done so far is added to the line.
 _describe: list[Callable[[], str]] = []
 
 
@@ -53,7 +53,7 @@ def _leave_it_to_the_thread(number: int, frame: Any) -> None:
 
 def _wait_and_end(reader: int, began: float) -> None:
     number = 0
-    while number not in _SIGNALS:  # other people's handlers wake this thread, too
+    while number not in _SIGNALS:  # signals with other handlers wake this thread, too
         number = os.read(reader, 1)[0]
     try:
         _end_processes()
@@ -88,5 +88,5 @@ def _say(line: str) -> None:
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
     for stream in terminals:
         os.write(stream, _SHOW_CURSOR.encode())
-    if select.select([], [2], [], _PATIENCE)[1]:  # a pipe that nobody empties would keep this process
+    if select.select([], [2], [], _PATIENCE)[1]:  # writing to a full pipe would block this process
         os.write(2, ("\n" * (2 in terminals) + line + "\n").encode())

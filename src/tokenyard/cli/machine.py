@@ -1,4 +1,4 @@
-"""What a figure must carry to mean anything later: date, hardware, versions, commit."""
+"""The provenance of a figure: date, hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def provenance() -> dict[str, Any]:
 
 
 def wall_clock() -> float:
-    """Seconds since 1970, as this host believes. For comparing hosts; nothing waits by it."""
+    """Seconds since 1970 by this host's clock. For comparing hosts; no wait uses it."""
     return datetime.now(UTC).timestamp()
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the libraries that results depend on; None where one is not installed."""
+    """Versions of Python and of the libraries that results depend on; None where one is not installed."""
     found: dict[str, str | None] = {"tokenyard": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "transformers", "numpy"):
         try:

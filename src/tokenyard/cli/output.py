@@ -29,16 +29,16 @@ Result = TypeVar("Result")
 # The exit code of an error that the caller can mend, as for a wrong option.
 EXIT_ERROR = 2
 
-# What a wrong option raises. Its base is named by no module of typer's that all versions have.
+# The base class of what a wrong option raises. No module of typer that all versions have exports it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-# Seconds that the other ranks of torchrun leave to rank 0, which ends them all when it has said what is wrong.
+# Seconds that other ranks of torchrun wait for rank 0 to report an error. torchrun ends them when rank 0 has ended.
 _RANK_0_FIRST = 5.0
 
 # Whether this run of a command has printed its document. There is one: an error that comes later goes to stderr.
 _document_printed: ContextVar[bool] = ContextVar("document_printed", default=False)
 
-# Columns where the output is no terminal: a line of a log, or of a file.
+# Columns of the output where it is not a terminal, but a log or a file.
 _WIDTH_ELSEWHERE = 140
 
 
@@ -53,7 +53,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def progress_bar(**options: Any) -> Progress:
-    """A bar on stderr that says what is done, how much of how much, and since when."""
+    """A progress bar on stderr with a description, steps done of all steps, and the time elapsed."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -61,23 +61,23 @@ def progress_bar(**options: Any) -> Progress:
 
 
 def has_a_width(console: Console) -> bool:
-    """Whether lines must not be longer than the console is wide: in a terminal, or where somebody says so."""
+    """Whether lines must fit the width of the console: in a terminal, or if COLUMNS is set."""
     return console.is_terminal or "COLUMNS" in os.environ
 
 
 def print_json(document: Any) -> None:
-    """The one document of a `--json` run."""
+    """Print the one document of a `--json` run."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     _document_printed.set(True)
 
 
 def check_out(path: Path | None) -> None:
-    """Raise unless a document can be written to this file, if one is asked for. Asked before the time is spent."""
+    """Raise unless a document can be written to this file, if one is given. Called before anything is measured."""
     if path is None:
         return
     try:
         new = not (path.exists() or path.is_symlink())
-        path.open("a").close()  # what is there stays
+        path.open("a").close()  # keeps the content of a file that exists
         if new:
             path.unlink()
     except OSError as error:
@@ -85,7 +85,7 @@ def check_out(path: Path | None) -> None:
 
 
 def save_json(document: Any, path: Path) -> None:
-    """Write a document to a file. Print first what took long to find: this may raise."""
+    """Write a document to a file. As this may raise, callers print results that took long before they save them."""
     try:
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -94,7 +94,7 @@ def save_json(document: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """Where goes what a command finds. Raises, before the time is spent, where that is not to be had."""
+    """Where the results of a command go. Making one raises if the files cannot be written, before anything is run."""
 
     as_json: bool
     out: Path | None = None
@@ -130,7 +130,7 @@ def _not_written(path: Path, error: OSError) -> TokenyardError:
 
 
 def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A command whose errors of ours are a message and exit code 2, not a traceback."""
+    """Wrap a command: an error of this package becomes a message and exit code 2, not a traceback."""
 
     @functools.wraps(command)
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -144,7 +144,7 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
 
 
 class Commands(TyperGroup):
-    """Commands whose wrong options are a document, too, where `--json` stands among the arguments."""
+    """Commands that also report wrong options as a JSON document, if `--json` is among the arguments."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         _document_printed.set(False)
@@ -183,8 +183,8 @@ def _as_ours(error: Any) -> TokenyardError:
 def _report(error: TokenyardError, *, as_json: bool) -> None:
     """Report an error: as the one document of a `--json` run, else on stderr. Of torchrun's ranks, rank 0 reports it.
 
-    The others wait: one that ended first would have rank 0 killed before it has spoken. If they are not killed
-    themselves, rank 0 does not know of the error, and they say it on stderr.
+    The others wait: if one ended first, torchrun would kill rank 0 before it has reported. If they are not killed
+    while they wait, rank 0 does not know of the error, and they report it on stderr.
     """
     leads = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
     if not leads:
@@ -214,7 +214,7 @@ def _print_error(error: TokenyardError) -> None:
     cause = error.__cause__
     lines = []
     if isinstance(error, RankError) and cause is not None and not isinstance(cause, TokenyardError):
-        # Nothing else says where it was raised.
+        # The traceback of the cause shows where it was raised.
         lines = "".join(traceback.format_exception(cause)).splitlines()
     lines += [f"error: {error.headline}", f"  expected: {error.expected}"]
     if error.alternatives:

@@ -1,4 +1,4 @@
-"""Parts that are named on the command line: registered ones, and anybody's own as `package.module:Class`."""
+"""Parts named on the command line: registered ones by name, and any class as `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenyard.errors import InputError
 
 
 def load_part(name: str, resolve: Callable[[Any], Any]) -> Any:
-    """A registered class by its name, or somebody's own."""
+    """A registered class by its name, or the class that `package.module:Class` names."""
     return resolve(load_object(name) if ":" in name else name)
 
 
@@ -35,7 +35,7 @@ def load_object(path: str) -> Any:
 
 
 def refuse_override() -> None:
-    """Raise where a variable puts another exchange in the place of the one that is named: figures would be a lie."""
+    """Raise if an environment variable overrides the exchange of every plan: figures would be of another exchange."""
     from tokenyard.planning.drafting import EXCHANGE_VARIABLE
 
     if name := os.environ.get(EXCHANGE_VARIABLE):

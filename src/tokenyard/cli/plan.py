@@ -1,4 +1,4 @@
-"""`tokenyard plan`: what a model's layers would be wired like, and the bytes, without running anything."""
+"""`tokenyard plan`: how a model's layers would be wired, and the bytes, without running anything."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def as_fields(drafted: Draft) -> dict[str, Any]:
 
 
 def _wiring(drafted: Draft, row: dict[str, Any]) -> Wiring:
-    """The wiring that a row of the draft stands for; its layers share it."""
+    """The wiring that a row of the draft describes: that of its first layer, which all its layers share."""
     return next(wiring for wiring in drafted.wirings if wiring.spec.name == row["layers"][0])
 
 

@@ -1,7 +1,7 @@
 """`tokenyard run`: a model whose experts live on several ranks answers, with its tokens streaming to the screen.
 
 The model is the one that ships with the package, or any checkpoint of a known family. Every rank answers questions of
-its own; at the end a table says what moved in each layer. Under `torchrun` each process is a rank.
+its own; at the end a table shows the rows and bytes that moved in each layer. Under `torchrun` each process is a rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 EXIT_WRONG = 1
 # The share of the problems that must be right: 19 of 20.
 ENOUGH = 0.95
-# What the ranks' processes need, loaded once, in the process that they come from.
+# Modules that the ranks' processes need, imported once in the forkserver that starts them.
 PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -141,7 +141,7 @@ def enough_of(problems: int) -> int:
 
 
 def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
-    """The ranks of `torchrun`, if this is one of them, or those that will be started here."""
+    """The ranks of `torchrun`, if this process is one of them, or ranks that this command will start."""
     from tokenyard.group.forkserver import start_forkserver
 
     if kind == "processes":
@@ -252,7 +252,7 @@ class _LiveAnswers:
 
 
 def _colored(text: str) -> Any:
-    """A solution with its columns of digits in the background, and the answer in front."""
+    """The text of a solution, with columns of digits dimmed and the answer in bold."""
     from rich.text import Text
 
     colored = Text(text)

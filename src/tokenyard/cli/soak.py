@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tokenyard.lab.soaking import Report
 
 EXIT_OFF = 1
-# Findings shown in the end; `--json` has all.
+# Findings shown at the end; `--json` has all.
 _MOST_SHOWN = 12
 
 
@@ -169,7 +169,7 @@ class _Display:
 
 
 def _in_words(report: Report) -> str:
-    """The progress in one line, as people read it."""
+    """The progress in one line, with the latest sample."""
     parts = [f"{report.seconds / 60:.1f} min", _done(report)]
     for sample in report.samples[-1:]:
         parts += [

@@ -24,7 +24,7 @@ def support(as_json: bool = JSON_FLAG) -> None:
 
 
 def _cell(text: str) -> str:
-    """Marks of Markdown are for pages, and a bracket is no markup of the console's."""
+    """A text without its Markdown marks, and with brackets escaped, which rich would read as markup."""
     from tokenyard.lab.support import plain
 
     return plain(text).replace("[", r"\[")

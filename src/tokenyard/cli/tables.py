@@ -1,8 +1,8 @@
-"""Tables that lose nothing, however narrow the terminal is.
+"""Tables that fit any terminal without cutting a cell.
 
 A table that is too wide for its console is made to fit, in this order: cells wrap between words; lines and padding
-between columns go; columns go that are less needed, and a line below names them; in the end every row becomes a list
-of its cells, each with its heading. No cell is ever cut.
+between columns are removed; less needed columns are removed, and a line below names them; in the end every row becomes
+a list of its cells, each with its heading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Widths(NamedTuple):
-    """How wide a column is with no word broken, with no line of a cell broken, and with that of its heading."""
+    """The width of a column with no word broken, with no line of a cell broken, and with its heading on one line."""
 
     least: int
     cells: int
@@ -45,10 +45,10 @@ def show_table(
 
 
 def print_table(table: Table, *, less_needed: Sequence[str] = ()) -> None:
-    """Print a table, which is changed if it does not fit. `less_needed` are headings, in the order in which they go."""
+    """Print a table, which is changed if it does not fit. `less_needed` are headings, in the order of removal."""
     out = console()
     for column in table.columns:
-        # A column that may go does not wrap: it goes instead.
+        # A column that may be removed does not wrap: it is removed instead.
         if column.no_wrap or column.header in less_needed:
             column.no_wrap = False  # its heading may wrap, and would be cut otherwise
             column.min_width = _widths(out, column).cells
@@ -109,13 +109,13 @@ def _choose(table: Table, columns: list[Column]) -> None:
 
 
 def _set_widths(out: Console, table: Table) -> None:
-    """Give every column its longest word, and what is left first to cells that would wrap, then to headings."""
+    """Give every column the width of its longest word; the rest goes to cells that would wrap, then to headings."""
     widths = [_widths(out, column) for column in table.columns]
     given = [width.least for width in widths]
     for wanted in ([width.cells for width in widths], [width.most for width in widths]):
         spare = out.width - _frame(table) - sum(given)
         needy = sorted(range(len(widths)), key=lambda number: wanted[number] - given[number])
-        # Those that need the least come first: others can have their share.
+        # Columns that need the least come first; what they leave of their share goes to the others.
         for place, number in enumerate(needy):
             share = min(wanted[number] - given[number], spare // (len(needy) - place))
             spare -= share
