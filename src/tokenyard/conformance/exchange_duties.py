@@ -298,7 +298,7 @@ def _arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, T
     }
 
 
-# -- Tensors of the caller ------------------------------------------------------------------------------------
+# -- Tensors of the caller -----------------------------------------------------------------------------------
 
 
 def input_untouched(trial: Trial) -> None:
