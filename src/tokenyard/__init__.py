@@ -3,7 +3,7 @@
 It sends every token row to the ranks that own its experts, runs the experts there, and brings the results
 home.
 
-The shapes, by letter; a tensor that crosses a function carries them in its name (`x_TH`):
+Letters stand for sizes. A tensor that is passed between functions has the letters of its shape in its name (`x_TH`):
 
     T  tokens on this rank           W  ranks in the group
     H  hidden size                   R  rows received by this rank
@@ -11,8 +11,8 @@ The shapes, by letter; a tensor that crosses a function carries them in its name
     K  experts per token             I  intermediate size
     E  experts in the layer          N  (received row, expert) pairs
 
-Names are loaded when they are first used: `import tokenyard` alone does not load torch, and the command line
-starts at once.
+Public names are imported when they are first used. `import tokenyard` alone does not load torch, and the command
+line therefore starts at once.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from tokenyard.rows import ReceivedRows as ReceivedRows
     from tokenyard.rows import UnfinalizedRows as UnfinalizedRows
 
-# Where each public name lives: by module, the names in one string.
+# The public names of each module, in one string separated by spaces.
 _HOMES = {
     "checkpoints": "Checkpoint load_experts open_checkpoint open_together",
     "duties": "Duty Party",

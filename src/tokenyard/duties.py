@@ -1,15 +1,15 @@
-"""Duties: jobs that exactly one party must do, who can do them, and the ledger in which what was done is written down.
+"""Duties: jobs that exactly one party must do, the parties, and the ledger that counts which party did which duty.
 
-A wiring gives every duty to one party. Whether that party did it, once, and nobody else did, shows only while a layer
-runs: so the places where a duty is done write it down (`record`), by how many rows, where a ledger is open. A *party*
-acts for the length of a block (`acting`); whatever is done inside is done by it.
+A wiring gives every duty to one party. Whether exactly that party did it, once, can be seen only while a layer runs.
+Code that does a duty therefore calls `record` with the number of rows, which adds them to the open ledger, if there is
+one. The block `with acting(party)` says which *party* does all duties that are recorded inside it.
 
     with Ledger().open() as ledger:
         with acting(Party.SENDER):
             format.encode(x_TH)            # records QUANTIZE, T rows
     ledger.done[Duty.QUANTIZE]             # {Party.SENDER: T}
 
-Without an open ledger nothing is written, and a place pays for one look at a variable.
+Without an open ledger nothing is counted, and a call of `record` costs one lookup of a context variable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 class Duty(Enum):
     """A job that exactly one party must do."""
 
-    # That of `Enum` is written in Python, and every call of a layer looks duties up.
+    # The hash of `Enum` is written in Python, and slow: every call of a layer looks duties up in dictionaries.
     __hash__ = object.__hash__
 
     QUANTIZE = "quantize"  # encode rows into a quantized format
@@ -55,7 +55,7 @@ class Party(Enum):
 
 
 class Ledger:
-    """What was done in one round trip, by whom, and on how many rows.
+    """Counts, for one round trip, on how many rows each party did each duty.
 
     >>> with Ledger().open() as ledger, acting(Party.EXPERTS):
     ...     record(Duty.WEIGHT, 3)
@@ -69,18 +69,18 @@ class Ledger:
         self._lock = threading.Lock()  # experts compute in several threads
 
     def write(self, duty: Duty, party: Party, rows: int) -> None:
-        """Some more rows."""
+        """Add rows on which a party did a duty."""
         with self._lock:
             by_party = self.done[duty]
             by_party[party] = by_party.get(party, 0) + rows
 
     def rows(self, duty: Duty) -> dict[Party, int]:
-        """On how many rows a duty was done, by party; nobody who did nothing."""
+        """By party, the rows on which it did this duty; parties with no rows are left out."""
         return {party: rows for party, rows in self.done[duty].items() if rows}
 
     @contextmanager
     def open(self) -> Iterator[Ledger]:
-        """Write down what is done inside, on this thread and those that work for it."""
+        """Count the duties that are done inside the block, on this thread and on threads that run in its context."""
         token = _ledger.set(self)
         try:
             yield self
@@ -93,19 +93,22 @@ _party: ContextVar[Party] = ContextVar("party", default=Party.CALLER)
 
 
 def record(duty: Duty, rows: int | Callable[[], int]) -> None:
-    """A duty was done on so many rows, by whoever acts. What is costly to count is counted only if it is written."""
+    """Add to the open ledger, if any, that the acting party did a duty on `rows` rows.
+
+    `rows` may be a function, where counting is costly: it is called only if a ledger is open.
+    """
     ledger = _ledger.get()
     if ledger is not None:
         ledger.write(duty, _party.get(), rows() if callable(rows) else rows)
 
 
 def record_weights(weights_N: Tensor) -> None:
-    """Rows were multiplied by these routing weights. A weight of 1 changes nothing, and does not count."""
+    """Record that rows were multiplied by these routing weights. Weights of 1 change nothing, and are not counted."""
     record(Duty.WEIGHT, lambda: int((weights_N != 1).sum()))
 
 
 class _Set(Generic[Value]):
-    """A context in which a variable has a value. A layer enters about ten in each call; a generator takes 3 µs more."""
+    """A context manager that sets a context variable. A layer enters about ten a call; a generator costs 3 µs more."""
 
     __slots__ = ("_token", "_value", "_variable")
 
@@ -119,15 +122,15 @@ class _Set(Generic[Value]):
         self._variable.reset(self._token)
 
 
-# What is entered where a context has nothing to do: one for all calls.
+# The context manager that does nothing: one object for all calls.
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 def acting(party: Party) -> AbstractContextManager[None]:
-    """What is done inside is done by this party, for the ledger that is open."""
+    """Inside the block, duties are recorded in the open ledger as done by this party."""
     return NO_CONTEXT if _ledger.get() is None else _Set(_party, party)
 
 
 def aside() -> AbstractContextManager[None]:
-    """What is done inside belongs to no round trip, and is not written down."""
+    """Inside the block, duties are not recorded: what is computed there is not part of a round trip."""
     return _Set(_ledger, None)

@@ -1,11 +1,11 @@
-"""What tokenyard says when something does not fit.
+"""The errors of tokenyard.
 
 Every error gives three things: what was *found*, what was *expected*, and the *fix*; and, where they are
 known, the name of the layer and the rank. Whatever can be known before the first token is raised before the
 first token; bad input is raised before anything is moved.
 
-`Reason` is the same in the small: a part (exchange, format, experts) that cannot serve a layer answers
-`supports(...)` with a `Reason`, and the planner turns it into a `PlanError` with choices that do work.
+A `Reason` says why one part cannot serve a layer. An exchange, a format or experts return it from `supports(...)`,
+and the planner turns it into a `PlanError` with alternatives that work.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ class TokenyardError(Exception):
         self.layer, self.rank = layer, rank
 
     def at(self, *, layer: str | None = None, rank: int | None = None) -> Self:
-        """Add where it happened, as the error passes a place that knows; what is known already stays."""
+        """Fill in the layer and the rank, where they are not known yet; return the error."""
         self.layer = layer if self.layer is None else self.layer
         self.rank = rank if self.rank is None else self.rank
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel from the process of a rank to whoever launched it, with all they know."""
+        """Pickle the error with all its attributes: it travels from the process of a rank to that of `launch`."""
         return _rebuild, (type(self), self.args, self.__dict__)
 
     @property
     def announced_as(self) -> Exception:
-        """The error of which the other ranks are told."""
+        """The error that this rank announces to the other ranks."""
         return self
 
     @property
     def headline(self) -> str:
-        """Where it happened, and what was found."""
+        """The layer and the rank, as far as they are known, and what was found."""
         return self._headline(self.rank)
 
     def _headline(self, rank: int | None) -> str:
@@ -142,7 +142,7 @@ class ContractError(TokenyardError, TypeError):
 
 
 class UnknownName(TokenyardError, ValueError):
-    """A name that no registry knows; the message holds the nearest ones that exist."""
+    """A name that is not in its registry; the message holds all known names, and the nearest one as the fix."""
 
     when = "a format, an exchange, a layer has another name; a model is of a family that is not known"
 
@@ -170,7 +170,7 @@ class Alternative:
 
 
 class PlanError(TokenyardError, ValueError):
-    """A layer that cannot be wired as asked. `alternatives` were each checked to fit."""
+    """A layer cannot be wired as asked. Each of the `alternatives` was tried, and works."""
 
     alternatives: tuple[Alternative, ...]  # changes that work; each was tried
 
@@ -254,13 +254,13 @@ class Drifted(GroupError):
 
 
 class PeerLost(GroupError):
-    """A rank did not arrive within the deadline, or has died. `peers` is empty where nobody can tell who.
+    """A rank did not arrive within the deadline, or has died. `peers` is empty where it is not known which rank.
 
-    The plan whose layer raised it is broken from then on: see `PlanBroken`. `ended` says that the ranks will not come
-    again, as `detail` tells (their processes have ended); otherwise they may only be late.
+    The plan whose layer raised it is broken from then on: see `PlanBroken`. `ended` means that the ranks are known to
+    have ended, for the reason in `detail` (such as the end of their processes); otherwise they may only be late.
     """
 
-    peers: tuple[int, ...]  # the ranks that are lost; empty where nobody can tell
+    peers: tuple[int, ...]  # the ranks that are lost; empty where it is not known which
     phase: str  # the phase in which they were waited for
     waited: float  # seconds that this rank waited
 
@@ -289,11 +289,11 @@ class PeerLost(GroupError):
 
 
 class PlanBroken(PeerLost):
-    """A layer was called after a call of its plan had ended without the others' answer.
+    """A layer was called after an earlier call of its plan had ended before all other ranks answered.
 
-    Ranks may have received different things in that call, and a late answer to it must not be taken for an answer to
-    a later one. So every call raises, until `go_on_without` or `readmit` has given the plan new connections and memory.
-    `peers` and `phase` are those of the loss.
+    In that earlier call ranks may have received different data, and a late answer to it must not be taken for an answer
+    to a later call. Therefore every call raises, until `go_on_without` or `readmit` has given the plan new connections
+    and memory. `peers` and `phase` are those of the error that broke the plan.
     """
 
     when = "a layer is called after its plan lost a rank, or was interrupted while it waited for one"
@@ -327,13 +327,13 @@ def _ways_on(lost: Sequence[int]) -> str:
 
 
 def _named(error: BaseException) -> str:
-    """An error of Python's own, in one line."""
+    """The class and the message of an error that is not tokenyard's, in one line."""
     text = shown(error, most=200, write=str)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Corrupted(TokenyardError, RuntimeError):
-    """A plan that watches itself (`paranoid=True`) found bytes, rows or duties that are not what they must be.
+    """A paranoid plan (`paranoid=True`) found bytes, rows or duties that are not what they must be.
 
     `source` is the rank that a row came from, `token` its index there, `place` the payload, the region or the duty;
     each is None where it does not apply. The round has no result on any rank; the group stays usable.
@@ -366,7 +366,7 @@ encoded; fix: something wrote into memory that is not its own: look at kernels a
 
 
 class RankError(TokenyardError, RuntimeError):
-    """A rank that `launch` started raised. It says what that error says, which is its `__cause__`.
+    """A rank that `launch` started raised an error, which is the `__cause__` of this one and gives its message.
 
     >>> print(RankError(3, PlanError("wire=nvpf4", expected="a known format", layer="moe", rank=3,
     ...                              alternatives=[Alternative(changes={"wire": "nvfp4"})])))
@@ -380,7 +380,7 @@ rank, or at what it printed
 
     def __init__(self, rank: int, error: BaseException) -> None:
         ours = error if isinstance(error, TokenyardError) else None
-        # In a subgroup a rank has another number than in the group that was launched.
+        # The message names the rank of the error only if it differs: in a subgroup, a rank has another number.
         message = str(error) if ours is None else ours._headline(None if ours.rank == rank else ours.rank)
         super().__init__(
             f"rank {rank} raised {type(error).__name__}: {message}",
@@ -393,12 +393,12 @@ rank, or at what it printed
 
     @property
     def headline(self) -> str:
-        """What was found says where."""
+        """What was found: it names the rank already."""
         return self.found
 
 
 def shown(value: object, most: int = 80, write: Callable[[object], str] = repr) -> str:
-    """A value as it may stand in a message: short, whatever it is.
+    """A value as text for a message, cut to `most` characters.
 
     >>> shown([1, 2]), shown("x" * 100)[-5:], shown(10**9999)
     ('[1, 2]', 'xxxx…', 'an int that cannot be written')
@@ -411,7 +411,7 @@ def shown(value: object, most: int = 80, write: Callable[[object], str] = repr) 
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownName:
-    """The error for a name that a registry does not know, with the nearest match.
+    """The error for a name that is not in a registry, with the nearest match.
 
     >>> print(unknown_name("format", "nvpf4", ["mxfp8", "nvfp4"]))
     unknown format 'nvpf4'; expected one of mxfp8, nvfp4; fix: did you mean 'nvfp4'?
@@ -423,7 +423,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownName:
 
 
 def check_part(kind: str, given: object, base: type) -> None:
-    """Raise unless what was given for a part, not by its name, is a class that can be used as one.
+    """Raise unless what was given in place of a part's name is a concrete subclass of `base` with a `name`.
 
     >>> class Mine:
     ...     pass

@@ -1,4 +1,4 @@
-"""The types between the parts: what an exchange delivers, what experts return, what combining gives.
+"""The types that parts hand to each other: what an exchange delivers, what experts return, what a combine returns.
 
 Each station of a token's way has a type of its own, so that a result cannot be reduced twice, a batch cannot
 be combined before its experts ran, and a kernel cannot hand back "a tensor or a tuple":
@@ -38,13 +38,13 @@ class LocalRoutes:
 
     ids_RK: Tensor  # int32: the experts of this rank, counted from 0; -1: one that lives elsewhere, or nobody
     weights_RK: Tensor  # float32: the routing weights
-    renumbered: LocalRoutes | None = None  # the same routes, with the numbers that experts had before
+    renumbered: LocalRoutes | None = None  # the routes with local ids, where `ids_RK` holds weight slots
 
     @cached_property
     def pairs(self) -> Tensor:
-        """`pairs_N`: the row times K, plus the choice, of each choice that an expert of this rank takes; ascending.
+        """`pairs_N`: for each choice that an expert of this rank takes, row · K + choice, in ascending order.
 
-        Found once: on a GPU the host waits for it.
+        It is computed once: on a GPU the host has to wait for the number of pairs.
         """
         if self.renumbered is not None:
             return self.renumbered.pairs
@@ -67,14 +67,15 @@ class ReceivedRows:
     routes: LocalRoutes | RoutingLogits
     counts_W: tuple[int, ...]  # rows from each source rank
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # the caller's further per-token payloads
-    # Where `rows` is a view of the exchange's workspace, which has slots that hold no row: the slot of each row.
+    # The slot of each row, where `rows` is a view of the exchange's workspace, in which some slots hold no row.
     # Such rows are valid until they are combined. None: `rows` holds the R rows and nothing else.
     slots_R: Tensor | None = None
-    # Whether a row may have no expert here: all slots of a workspace, or all tokens, wherever their experts are.
+    # Whether a row may have no expert on this rank: `rows` are all slots of a workspace, empty ones included, or all
+    # tokens, wherever their experts are.
     may_be_empty: bool = False
-    # Where the results of these rows are read, for experts that can write there; None: they return them.
+    # The buffer from which the combine reads results: experts may write into it. None: experts return their results.
     results: CombineBuffer | None = None
-    # The same, for experts that declare `places_results`, where a layer wants them to write there.
+    # The same buffer, where the layer asks experts that declare `places_results` to write into it.
     place: CombineBuffer | None = None
 
     @property
@@ -83,11 +84,11 @@ class ReceivedRows:
         return sum(self.counts_W)
 
     def dense(self) -> EncodedRows:
-        """The R rows and nothing else; a copy where they stand in the workspace."""
+        """The R rows without empty slots; a copy, if `rows` is a view of the workspace."""
         return self.rows if self.slots_R is None else self.rows.select(self.slots_R)
 
     def result(self, rows_RH: Tensor) -> ExpertRows | PlacedRows:
-        """Results that are weighted and summed: written into their place, if there is one."""
+        """The result of experts whose rows are weighted and summed; written into `place`, if the layer gave one."""
         return ExpertRows(rows_RH=rows_RH) if self.place is None else self.place.write(rows_RH)
 
 
@@ -95,8 +96,8 @@ class ReceivedRows:
 class ExpertRows:
     """What experts return: one row per received row, weighted, summed over the experts of this rank.
 
-    A row none of whose experts live here is zero. There is no field that says "reduced over ranks": rows
-    that were, have another type, and `combine` does not take it.
+    A row none of whose experts live here is zero. There is no field that says "reduced over ranks": rows that
+    were reduced have another type, which `combine` does not take.
     """
 
     rows_RH: Tensor  # the results, of a floating-point dtype, without padding
@@ -104,7 +105,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChoiceRows:
-    """What experts return where choices are summed at home (`LayerSpec(sum="choices")`): weighted, not summed.
+    """Weighted expert outputs, not summed: with `LayerSpec(sum="choices")` the exchange sums them at home.
 
     One row for each choice of a received row whose expert lives here, in the order of received rows and choices.
     """
@@ -114,22 +115,22 @@ class ChoiceRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CombineBuffer:
-    """The part of the workspace that results are read from: experts may write there, without a copy.
+    """The part of the workspace from which the combine reads results: experts that write into it save a copy.
 
-    The result of received row r belongs into `rows_SH[slots_R[r]]`, or where there is no `slots_R` into `rows_SH[r]`,
-    in the dtype of `rows_SH`. When all of them are written, `placed()` is the result that `combine` takes. The buffer
-    belongs to one dispatch. An exchange that offers one delivers no row that none of the experts here takes.
+    The result of received row r belongs into `rows_SH[slots_R[r]]`, or into `rows_SH[r]` if `slots_R` is None, in the
+    dtype of `rows_SH`. After all results are written, the experts return `placed()`, which `combine` takes. The buffer
+    belongs to one dispatch. An exchange that offers a buffer delivers only rows that some expert of this rank takes.
     """
 
     rows_SH: Tensor  # a row for each slot of the workspace
     slots_R: Tensor | None  # the slot of each received row; None: slot r is row r
-    # Whether a paranoid plan looks at the results: it sees more of those that are returned.
+    # Whether a paranoid plan checks the results. Experts then return them, because more can be checked that way.
     is_watched: bool = False
 
     def write(self, rows_nH: Tensor, first: int = 0) -> PlacedRows:
         """Write the results of received rows from `first` on, rounded as a plain wire rounds them.
 
-        Some at a time: what is rounded stays in the cache until it is written.
+        They are written in blocks that fit into the cache: rounded values stay there until they are written.
         """
         step = max(1, WRITE_BLOCK // rows_nH.shape[1])
         for start in range(0, rows_nH.shape[0], step):
@@ -142,18 +143,18 @@ class CombineBuffer:
         return self.placed()
 
     def placed(self) -> PlacedRows:
-        """All rows are written, weighted and summed over the experts of this rank."""
+        """The result to return once all rows are written, weighted and summed over the experts of this rank."""
         return PlacedRows(buffer=self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedRows:
-    """What experts return that wrote into a `CombineBuffer`: the same as `ExpertRows`, already in place."""
+    """The result of experts that wrote into a `CombineBuffer`: as `ExpertRows`, but already where combine reads it."""
 
     buffer: CombineBuffer  # the buffer that the rows were written into
 
 
-# What a combine takes. Where a token's choices are summed at home they are `ChoiceRows`, else one of the others.
+# What a combine takes: `ChoiceRows` in layers with sum="choices", one of the others elsewhere.
 ExpertResult = ExpertRows | ChoiceRows | PlacedRows
 
 
@@ -186,7 +187,8 @@ class UnfinalizedRows:
         sums_RH = self.rows_NH.new_zeros(self.num_rows, self.rows_NH.shape[1], dtype=torch.float32)
         row_N, choice_N = self.index_N // self.top_k, self.index_N % self.top_k
         for choice in range(self.top_k):
-            chosen = (choice_N == choice).nonzero().squeeze(1)  # no row twice: the sum has one order
+            # Each row occurs at most once here, so that the order of the sum is fixed.
+            chosen = (choice_N == choice).nonzero().squeeze(1)
             if chosen.numel():
                 weighted_NH = self.rows_NH[chosen].float() * self.weights_N[chosen].float().unsqueeze(1)
                 sums_RH[row_N[chosen]] += weighted_NH
@@ -195,14 +197,14 @@ class UnfinalizedRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CombinedRows:
-    """The end of the way: the tokens of this rank, reduced over ranks, in the dtype of the input."""
+    """The output of a layer: a row for each token of this rank, reduced over ranks, in the dtype of the input."""
 
     y_TH: Tensor  # the output of the layer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankRows:
-    """Results that came home but were not reduced over ranks: that is the caller's duty now.
+    """Results that were returned to the rank of their tokens and not reduced over ranks, which is the caller's duty.
 
     Rank w returned `rows_by_rank[w]` (float32) for the tokens `tokens_by_rank[w]` of this rank.
     """
@@ -214,7 +216,7 @@ class RankRows:
 
     @classmethod
     def joined(cls, passes: Sequence[RankRows]) -> RankRows:
-        """The results of all passes of a batch, in the order of their tokens."""
+        """The results of all passes of a batch as one, in the order of the passes."""
         if len(passes) == 1:
             return passes[0]
         rows = zip(*(part.rows_by_rank for part in passes), strict=True)
@@ -224,7 +226,7 @@ class RankRows:
         )
 
     def reduce(self) -> CombinedRows:
-        """Sum over ranks, in rank order, in float32, with one rounding: what `combine` does."""
+        """Sum over ranks, in rank order, in float32, and round once to the layer's dtype, as `combine` does."""
         return CombinedRows(y_TH=self.sum().to(self.dtype))
 
     def sum(self) -> Tensor:
@@ -233,19 +235,20 @@ class RankRows:
         first = self.rows_by_rank[0]
         sums_TH = torch.zeros(self.num_tokens, first.shape[1], dtype=torch.float32, device=first.device)
         for rows_NH, token_N in zip(self.rows_by_rank, self.tokens_by_rank, strict=True):
-            sums_TH.index_add_(0, token_N, rows_NH)  # no token twice within a rank: the sum has one order
+            # A rank returns at most one row for each token, so that the order of the sum is fixed.
+            sums_TH.index_add_(0, token_N, rows_NH)
         return sums_TH
 
 
 def check_result(result: object, received: ReceivedRows) -> ExpertRows | PlacedRows:
-    """Raise unless `result` is what experts may return: rows in their place, or `ExpertRows` to be put there."""
+    """Raise unless `result` is what experts may return: rows placed in `received.results`, or valid `ExpertRows`."""
     if isinstance(result, PlacedRows) and result.buffer is received.results:
         return result
     return check_expert_rows(result, received)
 
 
 def check_choice_rows(result: object, received: ReceivedRows) -> ChoiceRows:
-    """Raise unless `result` is what combining takes where choices are summed at home: a row for each choice."""
+    """Raise unless `result` is what combine takes with sum="choices": `ChoiceRows` with a row for each choice."""
     if not isinstance(result, ChoiceRows):
         raise ContractError(
             f"combine was given {describe(result)}",
@@ -265,7 +268,7 @@ def check_choice_rows(result: object, received: ReceivedRows) -> ChoiceRows:
 
 
 def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
-    """Raise unless `result` is what combining takes: `ExpertRows` with one row per received row."""
+    """Raise unless `result` is what combine takes: `ExpertRows` with one row per received row."""
     if not isinstance(result, ExpertRows):
         hint = {
             UnfinalizedRows: "call `.finish()` on it, or let the experts finalize",
@@ -290,7 +293,7 @@ def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
 
 
 def _check_tensor(holder: str, found: object, shape: tuple[int, int], *, rows: str, fix: str) -> None:
-    """Raise unless what a result holds is a floating-point tensor of this shape, whose `rows` the error names."""
+    """Raise unless `found` is a floating-point tensor of this shape; the error says what its `rows` should be."""
     if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
         raise ContractError(
             f"{holder} holds {describe(found)}",
@@ -300,7 +303,7 @@ def _check_tensor(holder: str, found: object, shape: tuple[int, int], *, rows: s
 
 
 def describe(value: object, *, device: bool = False) -> str:
-    """How an error names a value that it did not expect; with `device` it says where a tensor is, too."""
+    """How an error describes a value of the wrong kind: dtype and shape of a tensor, and its device on request."""
     if isinstance(value, Tensor):
         return f"a tensor {kind_of(value)}" + (f" on {value.device}" if device else "")
     if isinstance(value, (tuple, list)):

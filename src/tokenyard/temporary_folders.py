@@ -1,7 +1,7 @@
 """Temporary folders that can all be removed at once, when a command is interrupted.
 
-A command that is interrupted ends without leaving its `with` blocks (see `tokenyard.cli.interrupts`). So the folders
-that are in use are kept in a list.
+A command that is interrupted ends without leaving its `with` blocks (see `tokenyard.cli.interrupts`). This module
+therefore keeps a list of the folders that are in use.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_temporary_folders(seconds: float) -> None:
-    """Remove the folders of all blocks, and let nobody make a new one: this process is about to end.
+    """Remove all temporary folders, and block the creation of new ones, in a process that is about to end.
 
-    Waits at most so many seconds for a folder that another thread is just making.
+    If another thread is creating a folder, wait for it, at most `seconds`.
     """
-    _lock.acquire(timeout=seconds)  # and never released
+    _lock.acquire(timeout=seconds)  # never released, so that no folder is created after this
     for folder in list(_in_use):
-        # Threads that still run would go on writing into the folder while it is emptied: they no longer find it.
+        # Threads that still run could write into the folder while it is emptied. Under a new name they do not find it.
         hidden = folder.with_name(f"{folder.name}.removed")
         with suppress(OSError):
             folder.rename(hidden)

@@ -9,7 +9,7 @@ KB, MB = 1e3, 1e6
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people.
+    """A number of bytes with its unit, as text.
 
     >>> size(512), size(2048), size(3_500_000), size(-7e12)
     ('512 bytes', '2.0 KB', '3.5 MB', '-7.0 TB')
@@ -24,7 +24,7 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things.
+    """A number and its noun, in the plural where the number is not 1.
 
     >>> count(1, "rank"), count(4, "rank")
     ('1 rank', '4 ranks')
@@ -33,7 +33,7 @@ def count(number: int, noun: str) -> str:
 
 
 def span(names: list[str]) -> str:
-    """How a list of layers is written in one line.
+    """The names of several layers in one line: the first, the last, and how many there are.
 
     >>> span(["moe.0"]), span(["moe.0", "moe.1", "moe.2"])
     ('moe.0', 'moe.0 … moe.2 (3 layers)')

@@ -1,22 +1,21 @@
-"""What a group is: ranks that move bytes between each other, agree on values, and never wait forever.
+"""`Group`: the interface of a group of ranks, which move bytes between each other, agree on values, and wait.
 
-A group is the *only* thing that waits. Every wait is scoped to the ranks of the group and bounded by its
-deadline: two groups side by side (pipeline stages) cannot wait for each other, and a rank that is gone gives
-`PeerLost` instead of a hang.
+Every wait is scoped to the ranks of one group and bounded by its deadline. Two groups side by side (pipeline stages)
+therefore cannot wait for each other, and a rank that is gone gives `PeerLost` instead of a hang.
 
-A group moves bytes (`uint8`), whatever they mean: collectives of torch.distributed refuse float8 and sum in an
-order of their own, so neither the dtype nor the sum is left to them. Every collective takes the name of the
-`phase` it serves; errors say it.
+A group moves bytes (`uint8`) of any meaning. Collectives of torch.distributed refuse float8, and sum in an order of
+their own; a group therefore uses them only to move bytes, and never to sum. Every collective takes the name of the
+`phase` that it is called for, which errors mention.
 
-Each collective can be started and waited for in two calls, `start_all_gather(…)` and `.wait()`: what lies between them
-is free for computation. All ranks start them in the same order, and wait in that order.
+Each collective can be split into two calls, `start_all_gather(…)` and `.wait()`, with computation between them. All
+ranks start collectives in the same order, and wait for them in that order.
 
 Collectives:
 
     all_gather(mine[n])                          → [W, n]     the same n on every rank
     all_gather_rows(mine[n, B], counts)          → [Σ counts, B]   counts[w] rows from rank w
     all_to_all_rows(rows[Σ send, B], send, recv) → [Σ recv, B]     send[w] rows to rank w, recv[w] from it
-    start_messages(bytes[Σ send], send, most, …) → where they start   send[w] bytes to rank w, at most `most` from it
+    start_messages(bytes[Σ send], send, most, …) → offsets of arrivals   send[w] bytes to rank w, at most `most` from it
     gather_json(value)                           → [value of rank 0, value of rank 1, …]
     agree(what, value)                           raises `Disagreement` on every rank if values differ
 """
@@ -47,11 +46,11 @@ DEFAULT_DEADLINE = 60.0
 # Seconds: eleven days. Torch counts milliseconds, and loses count above 24 days.
 LONGEST_DEADLINE = 1e6
 
-# Bytes of room for messages whose length their receiver does not know, from all ranks together.
+# The most bytes that a rank reserves for messages whose length it does not know, from all ranks together.
 MESSAGE_BYTES = 256 << 20
 
-# Bytes of a value that travels as JSON. The plan of a model of 100 layers and 1,000 experts has half a megabyte; memory
-# for what the others announce is taken up to here, and no further.
+# The most bytes of a value that travels as JSON. The plan of a model of 100 layers and 1,000 experts has half a
+# megabyte. A rank that announces more is refused, before memory for it is allocated.
 LARGEST_JSON = 1 << 26
 
 
@@ -77,9 +76,9 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """Something that was started, and is finished by `wait`: once, however often it is called.
+    """An operation that was started, and that the first call of `wait` finishes; further calls return its result.
 
-    `check` is called with what came of it, when that is asked for.
+    `check` is called once with the result, before `wait` first returns it, and may raise.
     """
 
     def __init__(self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None) -> None:
@@ -89,7 +88,7 @@ class Pending(Generic[Result]):
         self._error: BaseException | None = None
 
     def wait(self) -> Result:
-        """Wait until it is done; return what came of it, or raise."""
+        """Wait until the operation is done; return its result, or raise its error."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
@@ -102,7 +101,7 @@ class Pending(Generic[Result]):
         return result
 
     def settle(self) -> None:
-        """Wait until it is done, for somebody else: an error is raised here, and again by `wait`."""
+        """Wait until the operation is done, before another one starts. An error is raised here, and again by `wait`."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
@@ -113,15 +112,15 @@ class Pending(Generic[Result]):
 
     @property
     def result(self) -> Result | None:
-        """What came of it; None as long as nobody has waited, and if it failed."""
+        """The result; None if the operation was not waited for yet, or has failed."""
         return self._result
 
 
 class Background(Pending[Result]):
-    """A job in a thread of its own, which its owner starts. `wait` returns what came of it, or raises its error.
+    """A job in a thread of its own, which the owner of this object starts. `wait` returns its result, or raises.
 
-    It sees the context variables of the thread that makes this, and the same settings of torch, which has them by
-    thread: gradients, inference mode, autocast, and how many cores an operator takes.
+    The job sees the context variables of the thread that makes this object, and the same settings of torch that are
+    kept for each thread: gradients, inference mode, autocast, and the number of intra-op threads.
     """
 
     thread: threading.Thread
@@ -135,7 +134,7 @@ class Background(Pending[Result]):
             try:
                 with settings():
                     found.append(job())
-            except BaseException as error:  # raised by whoever waits
+            except BaseException as error:  # `wait` raises it, in the thread that calls it
                 errors.append(error)
 
         def finish() -> Result:
@@ -149,12 +148,12 @@ class Background(Pending[Result]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether `wait` does not wait."""
+        """Whether the job's thread has ended, so that `wait` returns at once."""
         return not self.thread.is_alive()
 
 
 def _torch_settings() -> Callable[[], AbstractContextManager[None]]:
-    """What torch keeps for each thread, as it is in this one; entered in another thread, it is the same there."""
+    """The settings of torch in this thread, as a context manager that makes the same settings in another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     cached = torch.is_autocast_cache_enabled()
@@ -199,9 +198,9 @@ class Group(ABC):
     name: str  # the name of the group in errors and in the names of subgroups
     deadline: float  # seconds that any single wait may take
     device: torch.device  # the device that rows and the bytes of a collective are on
-    # Bytes of the longest message whose length its receiver does not know; 0 where rows are on GPUs.
+    # Bytes of the longest message whose length its receiver does not know; 0: such messages are not allowed.
     longest_message = 0
-    # The hosts that its ranks run on, as they told when the last plan was made.
+    # The number of hosts that its ranks run on, as found when the last plan was made.
     num_hosts = 1
     _plans = 0
     _one_thread: OneThread
@@ -221,10 +220,10 @@ class Group(ABC):
         """Start what `all_to_all_rows` does, without waiting for anybody."""
 
     def allow_messages(self, nbytes: int) -> None:
-        """Allow messages of so many bytes whose length their receivers do not know; all ranks allow the same ones.
+        """Allow messages of up to `nbytes` whose length their receivers do not know. All ranks allow the same, on CPUs.
 
-        A plan does so for the largest of any layer: where ranks drift into different layers, or plans, no message is
-        longer than the room for it. Of all ranks together they have at most `MESSAGE_BYTES`.
+        A plan allows the largest message of any of its layers. If ranks drift into different layers or plans, a message
+        is then still not longer than the room for it. Messages of all ranks together have at most `MESSAGE_BYTES`.
         """
         if self.device.type == "cpu":
             self.longest_message = max(self.longest_message, min(nbytes, MESSAGE_BYTES // self.size))
@@ -232,10 +231,10 @@ class Group(ABC):
     def start_messages(
         self, content: Tensor, send: Sequence[int], most: int, room: Tensor, *, phase: str
     ) -> Pending[list[int]]:
-        """Send `send[w]` bytes to rank w (consecutive in `content`); take from each a message of at most `most` bytes.
+        """Send `send[w]` bytes to rank w (consecutive in `content`); receive at most `most` bytes from each rank.
 
-        `wait` returns where in `room`, which has space for one of each rank, they start. What they are, and how long,
-        they say themselves. Where `longest_message` is 0, all have `most` bytes.
+        The messages are written into `room`, which has space for one of each rank; `wait` returns the offset of each.
+        A message must say itself how long it is. If `longest_message` is 0, all messages have exactly `most` bytes.
         """
         one = [1] * self.size
         came = self.start_all_to_all_rows(content.view(-1, most), one, one, phase=phase)
@@ -257,7 +256,7 @@ class Group(ABC):
     def all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Tensor:
-        """Send `send[w]` rows of bytes to rank w (consecutive in `rows`), return what all ranks sent here."""
+        """Send `send[w]` rows of bytes to rank w (consecutive in `rows`); return the rows that this rank receives."""
         return self.start_all_to_all_rows(rows, send, receive, phase=phase).wait()
 
     @abstractmethod
@@ -275,7 +274,7 @@ class Group(ABC):
     def lost(
         self, ranks: Sequence[int], *, phase: str, waited: float, layer: str | None = None, detail: str = ""
     ) -> PeerLost:
-        """The error for ranks that did not arrive. It gives the reason, if this rank knows that they have ended."""
+        """The error for ranks that did not arrive. If this rank knows that they have ended, the error says why."""
         gone = self.gone()
         ended = bool(ranks) and all(rank in gone for rank in ranks)
         return PeerLost(
@@ -290,15 +289,16 @@ class Group(ABC):
 
     @abstractmethod
     def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
-        """The error for ranks that this rank missed in a wait that was not a call of the group, in shared memory, say.
+        """Break the group, and return the error for ranks that did not arrive in a wait outside of the group's calls.
 
-        Ends the waits of all ranks in this group, and breaks it: every rank raises the same. Who waits in the group, or
-        calls this, is not lost. `ranks` may be empty, where this rank was only told that others have given up.
+        Such a wait is one in shared memory, say. All waits of other ranks in this group end, and raise the same error.
+        Ranks that wait in the group, or call this, are not lost. `ranks` may be empty, if this rank only knows that
+        others have given up.
         """
 
     @abstractmethod
     def host(self) -> str:
-        """Names the host that this rank runs on: ranks with the same name can share memory."""
+        """The name of the host that this rank runs on: ranks with the same name can share memory."""
 
     def hosts(self) -> list[list[int]]:
         """The ranks of each host, hosts in the order of their first ranks. Collective over the group."""
@@ -324,53 +324,54 @@ class Group(ABC):
     ) -> Group:
         """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for.
 
-        Ranks make the subgroups of one purpose in one order. Those of another may be made meanwhile. While ranks that
-        are processes over gloo wait for each other to come, `check` is called repeatedly, in another thread, and may
-        raise.
+        All ranks make the subgroups of one `purpose` in the same order; those of another purpose may be made at the
+        same time. While processes over gloo wait for each other in this call, `check` is called repeatedly, in another
+        thread, and may raise.
         """
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where a fresh rank finds this group, to take the place of one that was lost: see `rejoin`."""
+        """The address with which a fresh rank joins this group, in place of a lost rank or behind all: see `rejoin`."""
 
     @abstractmethod
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> Group:
-        """This group once more, of the ranks that are left and fresh ones in the places of the lost.
+        """A new group of the same size: the ranks that are left, and fresh ranks in place of the lost ones.
 
-        Collective over those that are left, and over the fresh ranks' `rejoin`. If they have not come after so many
-        seconds, `PeerLost` says who is missing, and nothing has changed.
+        Collective over the ranks that are left, and over the fresh ranks' `rejoin`. If these have not come after
+        `seconds`, `PeerLost` names the missing ones, and nothing has changed.
         """
 
     @abstractmethod
     def admit(
         self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
     ) -> Group:
-        """This group, and so many fresh ranks behind its own. Collective over this group, and over their `rejoin`.
+        """A new group of these ranks and `count` fresh ones behind them. Collective, with the fresh ranks' `rejoin`.
 
-        The first one comes with `rejoin(group.address, rank=group.size)`. If they have not come after so many seconds,
-        `PeerLost` says who is missing, and nothing has changed. Meanwhile `check` is called as in `subgroup`.
+        The first fresh rank calls `rejoin(group.address, rank=group.size)`. If they have not come after `seconds`,
+        `PeerLost` names the missing ones, and nothing has changed. Meanwhile `check` is called as in `subgroup`.
         """
 
     @abstractmethod
     def decide(self, question: str, answer: str) -> str:
-        """The answer that any rank gave first: it stands for all ranks, those that were admitted, too.
+        """Give an answer to a question, unless a rank has given one before; return the first answer, which stands.
 
-        Nobody is waited for, and it works after a loss: the answer is where ranks of this group find each other.
+        It is the same for all ranks, admitted ones included. The call waits for no other rank, and works after a loss:
+        the answer is kept where the ranks of this group find each other, such as in the store of torch.distributed.
         """
 
     @abstractmethod
     def decided(self, question: str) -> str | None:
-        """The answer that stands (`decide`); None, if nobody gave one."""
+        """The first answer that a rank gave to a question (`decide`); None, if no rank gave one."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the group holds. Later calls raise."""
+        """Free what the group holds. Later calls raise."""
 
     def in_background(self, job: Callable[[], Result]) -> Pending[Result]:
-        """Run a job that makes calls of this group in a thread of its own; `wait` returns what came of it, or raises.
+        """Run a job that calls this group in a thread of its own; `wait` returns its result, or raises its error.
 
-        Other calls of the group wait for its end first: all ranks make their calls in one order.
+        Other calls of the group first wait for the end of the job, so that all ranks make their calls in one order.
         """
         running = Background(job, name=f"{self.name} in background")
         self._one_thread.lend(running.thread)
@@ -378,7 +379,7 @@ class Group(ABC):
         return running
 
     def await_background(self) -> None:
-        """Return when the job that was started last in the background, if any was, has ended."""
+        """Wait until the last job that was started in the background, if any, has ended."""
         self._one_thread.await_helper()
 
     def barrier(self, *, phase: str = "barrier") -> None:
@@ -415,19 +416,19 @@ class Group(ABC):
         )
 
     def agree(self, what: str, value: Any) -> None:
-        """Compare a value across ranks. If it differs, every rank raises and learns who has what."""
+        """Compare a value across ranks. If it differs, every rank raises `Disagreement`, which holds all values."""
         by_rank = self.gather_json(value, phase=f"agreement on {what}")
         if any(other != by_rank[0] for other in by_rank):
             raise Disagreement(what, by_rank, rank=self.rank)
 
     def count_plan(self) -> int:
-        """The number of the next plan of this group. Plans are made in one order on all ranks: it is checked."""
+        """The number of the next plan of this group. Ranks compare it: plans must be made in one order on all ranks."""
         self._plans += 1
         return self._plans
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Inside, each wait may take at least so many seconds: for steps that are slow once, as loading weights is."""
+        """Inside the block, the deadline is at least `seconds`: for steps that are slow, such as loading weights."""
         deadline = self.deadline
         self.deadline = max(deadline, seconds)
         try:
@@ -436,7 +437,7 @@ class Group(ABC):
             self.deadline = deadline
 
     def wait_for_device(self) -> None:
-        """Return when what this rank has launched on its device is done. On the CPU it always is."""
+        """Wait until the work on this rank's current CUDA stream is done. On the CPU, return at once."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -448,7 +449,7 @@ class Group(ABC):
         expected: str = "memory for the workspace",
         fix: str = _MEMORY_FIX,
     ) -> None:
-        """Raise on every rank if one rank had an error: its own there, `PeerFailed` elsewhere."""
+        """Raise on every rank if one rank had an error: that error on the rank itself, `PeerFailed` on the others."""
         errors = self.gather_json(error, phase=what)
         if error is not None:
             raise GroupError(error, expected=expected, fix=fix, rank=self.rank)

@@ -1,16 +1,18 @@
-"""Where the ranks of a group keep their rows: on the CPU, or on GPUs, several ranks to one GPU where there are more.
+"""The devices of the ranks of a group: the CPU, or GPUs, shared by several ranks where there are fewer GPUs than ranks.
 
-Threads that wait for each other on one GPU must be able to run there at the same time. Two settings see to that, and
-both are read when CUDA starts, so they are made before anything asks for a GPU:
+Kernels of thread ranks that wait for each other on one GPU must be able to run there at the same time. This needs two
+settings. CUDA reads them when it starts, so they are made before anything uses a GPU:
 
-- `CUDA_DEVICE_MAX_CONNECTIONS=32`: with the 8 queues of old, streams of different ranks stand behind each other.
-- `CUDA_MODULE_LOADING=EAGER`: to load a kernel at its first use, CUDA may wait for all kernels that run. One that
-  waits for the rank that loads would wait forever.
+- `CUDA_DEVICE_MAX_CONNECTIONS=32`: with the default of 8 hardware queues, streams of different ranks share a queue,
+  and one waits behind the other.
+- `CUDA_MODULE_LOADING=EAGER`: to load a kernel at its first use, CUDA may wait for all running kernels. A kernel that
+  waits for the rank that is loading would then wait forever.
 
-Ranks that are processes need neither, and are better off without: all kernels take seconds to load, and under MPS the
-queues of all processes come out of one supply. With 32 for each, the fourth process does not get past its first call.
+Ranks that are processes need neither, and are better off without: loading all kernels takes seconds, and under MPS all
+processes share one supply of queues. With 32 for each, the fourth process does not get past its first call.
 
-The same may happen where a thread needs more memory than torch holds for its stream, so some is set aside at its start.
+Allocating GPU memory may wait for all running kernels, too. Each thread rank therefore reserves some memory for its
+stream when it starts.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ import torch
 
 from tokenyard.errors import InputError
 
-# Thread ranks have a stream each, and torch hands out 32 a device before it starts again with the first.
+# Each thread rank has a stream, and torch has a pool of 32 streams per device: the 33rd would be the first one again.
 MOST_THREADS_ON_CUDA = 32
 
-# Bytes: torch gets memory for pieces up to 1 MiB, and for larger ones, in segments of their own.
+# Bytes of the pieces to reserve: torch's allocator keeps blocks of up to 1 MiB, and larger ones, in separate pools.
 _SMALL_PIECE, _LARGE_PIECE = 1 << 19, 1 << 24
 
-# Read by torch's symmetric memory, in each process.
+# Lets ranks share a GPU in torch's symmetric memory, which reads it in each process.
 OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _FOR_THREADS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-# Names those of them that nobody asked for but `prepare_threads`.
+# Holds the names of the variables above that `prepare_threads` has set, and not the user.
 _SET_FOR_THREADS = "TOKENYARD_SET_FOR_THREADS"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device that is meant, with its index. None is the CPU, `cuda` the current GPU.
+    """The device with its index; raise if torch does not see it. None is the CPU, `cuda` the current GPU.
 
     >>> resolve_device(None)
     device(type='cpu')
@@ -59,7 +61,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def _read(device: str | torch.device | None) -> torch.device:
-    """A device as it is written, whether it is there or not."""
+    """The device that an argument names, whether torch sees it or not; raise unless it is a CPU or a GPU."""
     try:
         found = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError):
@@ -80,7 +82,7 @@ def devices_of_ranks(device: str | torch.device | None, world: int) -> list[torc
 
 
 def prepare_threads(device: str | torch.device | None) -> None:
-    """Make the settings under which kernels of several threads run at the same time, unless others were made."""
+    """Make the settings with which kernels of several threads run at the same time, unless the user has set them."""
     if _read(device).type == "cuda" and not torch.cuda.is_initialized():
         missing = {name: value for name, value in _FOR_THREADS.items() if name not in os.environ}
         if missing:
@@ -88,7 +90,7 @@ def prepare_threads(device: str | torch.device | None) -> None:
 
 
 def warn_if_threads_may_wait_forever(device: torch.device) -> None:
-    """Warn where CUDA was started before `prepare_threads` could make its settings, by whatever used a GPU before."""
+    """Warn if something used a GPU, and so started CUDA, before `prepare_threads` could make its settings."""
     others = [f"{name}={value}" for name, value in _FOR_THREADS.items() if os.environ.get(name) != value]
     if device.type == "cuda" and torch.cuda.is_initialized() and others:
         warnings.warn(
@@ -106,7 +108,7 @@ def prepare_process() -> None:
 
 
 def why_none_may_start(device: torch.device) -> str | None:
-    """A setting of the user's that may keep the process of a rank from starting CUDA; None where there is none."""
+    """A hint that the user's `CUDA_DEVICE_MAX_CONNECTIONS` may keep processes from starting CUDA; None if unset."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if device.type != "cuda" or name not in os.environ:
         return None
@@ -120,7 +122,7 @@ def let_ranks_share_a_gpu() -> None:
 
 
 def reserve_memory(device: torch.device, *, large_pieces: int = 4) -> None:
-    """Let torch keep some memory for this stream: to get more, CUDA may wait for all kernels, waiting ones too."""
+    """Fill torch's memory cache for this stream: a later allocation may wait for kernels that wait for this rank."""
     sizes = [*[_SMALL_PIECE] * 16, *[_LARGE_PIECE] * large_pieces]
     pieces = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     del pieces
@@ -137,4 +139,4 @@ def rank_on(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         reserve_memory(device)
         yield
-    stream.synchronize()  # whoever gets the result reads it on another stream
+    stream.synchronize()  # the result is read on another stream

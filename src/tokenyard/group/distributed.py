@@ -1,14 +1,14 @@
 """Ranks of torch.distributed: gloo between CPU processes and hosts, NCCL between GPUs.
 
-All traps of the library underneath are dealt with here, once:
+This module deals with the pitfalls of torch.distributed:
 
 - float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
 - The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
   is bounded too.
 - gloo gets the deadline, too. If only the waiting rank gave up, gloo's threads would wait on, and the process could
   not end before they do: with torch's default of half an hour, that looks like a hang.
-- gloo says only "Timed out" (or "Connection closed by peer", when a process died), never who, and not to everybody:
-  the ranks find out together who is lost (`failure_detector`).
+- gloo reports only "Timed out" (or "Connection closed by peer", when a process died). It does not say which rank is
+  lost, and not all ranks get the error. The ranks therefore find out together who is lost (`failure_detector`).
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
 - torch 2.13 renames `_allgather_base`; it is called here only.
 - NCCL refuses two ranks on one GPU, and gloo takes no GPU's bytes: between ranks on GPUs, gloo's bytes pass through
@@ -57,7 +57,7 @@ from tokenyard.group.symmetric_memory import share_between_gpus
 
 # Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
 FINDING_EACH_OTHER = 30.0
-# Seconds more for the store's answers meanwhile.
+# Seconds within which the store must answer.
 _STORE = 2.0
 
 
@@ -68,7 +68,7 @@ class DistributedGroup(Group):
     `deadline` is the seconds that any single wait may take; `name` stands in errors.
     """
 
-    # Whether torch made the process group, for ranks of its world, or they met without it.
+    # Whether the process group was made by torch, for ranks of its world; else tokenyard made it without torch's world.
     _known_to_torch = True
     # The keys that this rank wrote into the store to be found.
     _written: Sequence[str] = ()
@@ -91,7 +91,7 @@ class DistributedGroup(Group):
         resolved = process_group if process_group is not None else dist.group.WORLD
         assert resolved is not None
         on_gpu = "nccl" in dist.get_backend(resolved)
-        # Where the library takes bytes from and puts them.
+        # The device on which the backend expects the bytes of a collective.
         self._carrier = resolve_device("cuda") if on_gpu else torch.device("cpu")
         use = _next_use(resolved)
         group_key = group_key_of(name, dist.get_process_group_ranks(resolved), use)
@@ -136,11 +136,11 @@ class DistributedGroup(Group):
         gone: Callable[[], dict[int, str]] = dict,
         check: Callable[[], None] | None = None,
     ) -> DistributedGroup:
-        """The group of the ranks that meet as an invitation says, made without torch's world group.
+        """The group of the ranks that meet under an invitation's key in the store, made without torch's world group.
 
-        `gone` says which of them will not come, as far as this rank sees; `check` raises where they need not.
+        `gone` returns the ranks that this rank knows to have ended; `check` may raise to end the wait.
         """
-        # Before this rank is seen at the meeting: who is there has enrolled.
+        # Made before this rank shows up at the meeting: every rank that is there has then registered its process.
         detector = FailureDetector(rejoin_store.store, invitation.meeting, rank, invitation.size, this_host())
         try:
             process_group = within(
@@ -187,7 +187,7 @@ class DistributedGroup(Group):
         most, width = max(counts), mine.shape[1]
         if most == 0:
             return Pending(lambda: mine)
-        # The library gathers equal shapes only: everybody pads to the longest.
+        # torch.distributed gathers equal shapes only: every rank pads to the most rows.
         padded = torch.empty(most, width, dtype=torch.uint8, device=self._carrier)
         padded[: counts[self.rank]] = mine
         gathered = padded.new_empty(self.size * most, width)
@@ -223,7 +223,7 @@ class DistributedGroup(Group):
         content = self._check_bytes(content, 1, sum(send))
         # gloo takes a message that is shorter than the room for it; one that is longer would end the process.
         receive = [most] * self.size
-        receive[self.rank] = send[self.rank]  # what stays here is copied, and must be as long
+        receive[self.rank] = send[self.rank]  # gloo copies this rank's own message: lengths must be equal
         *starts, end = accumulate(receive, initial=0)
         wait = self._start(_exchange, room[:end], content, receive, list(send), phase=phase)
 
@@ -237,7 +237,7 @@ class DistributedGroup(Group):
         """Start a collective; return the call that waits for it, no longer than the deadline."""
         if self._broken is not None:
             raise self._is_broken()
-        # NCCL's own watchdog would end the process: there, this rank alone gives up.
+        # With a timeout, NCCL's own watchdog would end the process: under NCCL, only `_wait` bounds the wait.
         own = timedelta(seconds=self.deadline) if self._carrier.type == "cpu" else None
         with self._one_thread, self._attending(phase, time.monotonic()):
             work = collective(self._process_group, own, *arguments)
@@ -253,7 +253,7 @@ class DistributedGroup(Group):
 
     @contextmanager
     def _attending(self, phase: str, started: float) -> Iterator[None]:
-        """A part of a collective. If it fails, or is interrupted, the group is broken."""
+        """A block that is part of a collective: if it fails, or is interrupted, the group is broken."""
         try:
             yield
         except RuntimeError as error:
@@ -262,7 +262,7 @@ class DistributedGroup(Group):
             try:
                 raise lost from error
             finally:
-                # Or it would hold, by way of its traceback, the connections until garbage is collected.
+                # Otherwise the error's traceback would keep the connections alive until garbage collection.
                 del lost
         except BaseException as error:
             # Other ranks may have finished this collective, and be waiting in the next one.
@@ -272,7 +272,7 @@ class DistributedGroup(Group):
     def _lost_in(self, phase: str, waited: float, error: RuntimeError) -> PeerLost:
         """The error of a wait that failed: the ranks find out together who is lost."""
         missing = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline)
-        # What the library says of a connection is of use only where nobody is named.
+        # The message of torch.distributed is useful only if no lost rank is known.
         said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
         detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
         return self.lost(missing, phase=phase, waited=waited, detail=detail)
@@ -285,16 +285,16 @@ class DistributedGroup(Group):
         return lost
 
     def _wait(self, work: Any, until: float) -> None:
-        """Wait for a collective. It ends early once another rank has found out that somebody is lost."""
+        """Wait for a collective; end early if another rank has asked which ranks are lost."""
         while True:
-            left = max(until - time.monotonic(), 0.001)  # no time at all would be no limit
-            on_gpu = self._carrier.type != "cpu"  # there, a wait that times out takes everything down
+            left = max(until - time.monotonic(), 0.001)  # a timeout of 0 would mean no limit
+            on_gpu = self._carrier.type != "cpu"  # there, a wait that times out takes everything of NCCL down
             try:
                 work.wait(timedelta(seconds=left if on_gpu else min(left, LOOK)))
                 return
             except RuntimeError:
                 if not on_gpu and work.is_completed():
-                    work.wait()  # raises what went wrong; or it was done just after it was given up
+                    work.wait()  # raises the error of the collective, unless it completed just after the timeout
                     return
                 if on_gpu or time.monotonic() >= until or self._detector.called():
                     raise
@@ -348,7 +348,7 @@ class DistributedGroup(Group):
         self, members: tuple[int, ...], name: str, purpose: str, check: Callable[[], None] | None
     ) -> DistributedGroup:
         """A group of some of these ranks, made without torch's `new_group`: it is freed with its last reference."""
-        # The n-th subgroup of the same ranks is the same one on all of them.
+        # The n-th subgroup of these ranks that a rank asks for is the same on all of them.
         self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
         ranks = "-".join(filter(None, [*map(str, members), purpose]))
         meeting = f"{self._rejoin_store.group_key}/{self.name}/subgroup/{ranks}/{number}"
@@ -407,7 +407,7 @@ class DistributedGroup(Group):
     def _fill(
         self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
     ) -> DistributedGroup:
-        """This group once more, with fresh ranks in these places: some of its own, or further ones."""
+        """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
@@ -435,7 +435,7 @@ class DistributedGroup(Group):
             )
 
     def _check_store(self) -> None:
-        """Raise where ranks cannot find each other, because their store does not answer."""
+        """Raise if the store does not answer, through which the ranks of a new group find each other."""
         self._detector.ask_again()
         if self._detector.silent:
             raise _lost_store(self.name, self._detector.silent, self.rank)
@@ -451,7 +451,7 @@ class DistributedGroup(Group):
 def rejoin_processes(
     address: str, rank: int, *, device: str | torch.device | None, seconds: float
 ) -> DistributedGroup:
-    """Take the place of a lost rank, in this process."""
+    """Join a group of processes as rank `rank`, in this process: in place of a lost rank, or as a further one."""
     rejoin_store, invitation = invited_at(address, rank, seconds)
     return DistributedGroup._met(
         rejoin_store, rank, invitation, device=resolve_device(device), seconds=seconds
@@ -459,7 +459,7 @@ def rejoin_processes(
 
 
 def _gather(process_group: Any, timeout: timedelta | None, gathered: Tensor, mine: Tensor) -> Any:
-    """Start to gather equal parts."""
+    """Start an all-gather of equal parts; return torch's work object."""
     renamed = hasattr(process_group, "all_gather_single")
     start = process_group.all_gather_single if renamed else process_group._allgather_base
     return start(gathered, mine, _options("AllgatherOptions", timeout))
@@ -473,13 +473,13 @@ def _exchange(
     receive: list[int],
     send: list[int],
 ) -> Any:
-    """Start to exchange rows, so many with each rank."""
+    """Start an all-to-all, with `send[w]` rows to rank w and `receive[w]` from it; return torch's work object."""
     options = _options("AllToAllOptions", timeout)
     return process_group.alltoall_base(received, rows, receive, send, options)
 
 
 def _options(kind: str, timeout: timedelta | None) -> Any:
-    """The options of a collective that is waited for later. A timeout of None is that of the process group."""
+    """The options of an asynchronous collective. With a timeout of None, that of the process group applies."""
     options = getattr(dist.distributed_c10d, kind)()
     options.asyncOp = True
     if timeout is not None:
@@ -496,14 +496,15 @@ def _lost_store(name: str, why: str, rank: int) -> GroupError:
     )
 
 
-# How many groups were made of each process group.
+# How many `DistributedGroup`s were made of each process group.
 _uses: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def _next_use(process_group: dist.ProcessGroup) -> str:
-    """Tells this group of a process group from others of it, and from those of other process groups of the same ranks.
+    """A name that tells this group from other groups of the same process group, or of the same ranks.
 
-    All ranks make them in one order. Nothing, for the first of torch's world: a fresh process looks for that one.
+    It is the same on all ranks, which make their groups in one order. It is empty for the first group of torch's world,
+    which a fresh process must be able to find.
     """
     _uses[process_group] = number = _uses.get(process_group, 0) + 1
     made_by_torch = "" if process_group is dist.group.WORLD else f"group {process_group.group_name}"

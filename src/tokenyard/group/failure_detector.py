@@ -1,18 +1,18 @@
-"""Who is lost, when a wait of a group has failed: found out together, so that all ranks name the same.
+"""The failure detector: when a wait of a group has failed, the ranks find out together which ranks are lost.
 
-A library underneath says at most that a connection closed, and often only to some of the ranks; the others wait on,
-or are in another call already. So a rank whose wait fails *asks who is there*, in the store through which the group
-found together, and the others, who look there while they wait, answer. Lost is
+torch.distributed reports at most that a connection closed, and often only to some of the ranks; the others wait on,
+or are in another call already. A rank whose wait fails therefore asks all ranks to answer, through the store that the
+group was made with. The others look there while they wait, and answer. Lost are
 
-1. whose process is gone, as a rank on the same host can see for itself; if there is none,
-2. who has not answered within a second; if all have,
-3. who came too late: an answer says how long its rank has waited, so it tells when each one came. Who came a deadline
-   after the first did not come in time.
+1. ranks whose process has ended, as a rank on the same host can see for itself; if there are none,
+2. ranks that have not answered within a second; if all have answered,
+3. ranks that came too late to the wait. An answer says how long its rank has waited, and so when it came. A rank that
+   came a deadline or more after the first one is too late.
 
-The first verdict stands: every rank raises the same, and a stopped rank that wakes up reads that it was given up. A
-rank that computes while another dies is not blamed, however long it computes, where the dead one's host has a rank
-that waits. The store may be gone, too, with its host: a look into it takes two seconds at most, and then nobody can
-tell.
+The first verdict in the store stands. Every rank raises the same error, and a stopped rank that wakes up reads there
+that it was given up. A rank that computes for long while another one dies is not blamed, if a rank on the host of the
+dead one waits. The store may be lost, too, with its host: a question to it takes two seconds at most, and without an
+answer it is not known who is lost.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _STORE = 2.0
 # Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
 _AGAIN = 60.0
 _PAUSE = 0.02
-# Seconds by which the times at which answers are seen may be off. A shorter deadline is known to a third of it.
+# Seconds by which the computed times of arrival may be wrong; for short deadlines, at most a third of the deadline.
 _UNSURE = 0.1
-# What nobody writes into the store: it answers with this word where there is nothing to compare with.
+# A word that is never written into the store: `compare_set` returns it if the key does not exist.
 _ABSENT = "absent"
 
 
@@ -49,9 +49,9 @@ def within(
 ) -> Answer:
     """The result of a question to a store; `TimeoutError` if it has not answered after so many seconds.
 
-    The client of a store waits without limit, also where the link is cut. So a thread asks, and is abandoned if no
-    answer comes. Meanwhile `look` is called repeatedly, and may raise. Time in which this process was stopped does not
-    count: the thread that asks was stopped, too, and the store is not to blame.
+    The client of a store waits without limit, even if the link is cut. Therefore a thread asks the question, and is
+    abandoned if no answer comes. Meanwhile `look` is called repeatedly, and may raise. Time in which this process was
+    stopped does not count: the thread that asks was stopped, too.
     """
     answers: queue.SimpleQueue[tuple[Answer, None] | tuple[None, Exception]] = queue.SimpleQueue()
 
@@ -77,30 +77,30 @@ def within(
         try:
             raise error
         finally:
-            del error  # or it would hold, by way of its traceback, what it passed through
+            del error  # otherwise its traceback would keep the objects of these frames alive
     return cast("Answer", answer)
 
 
 class FailureDetector:
-    """Finds out, with the other ranks of one group, who is lost; in a place of the store that is this group's alone."""
+    """Finds out with the other ranks of one group which ranks are lost, under keys of the store that only they use."""
 
     def __init__(self, store: Any, place: str, rank: int, size: int, host: str) -> None:
         self._store, self._answers, self._again = store, True, 0.0
         self._place = f"tokenyard/{place}/failures"
         self._rank, self._size, self._host = rank, size, host
         self._who: dict[int, tuple[str, int]] = {}
-        self.detail = ""  # what the ranks have found out together, beside who is lost
+        self.detail = ""  # what the verdict says besides the lost ranks: ranks that wait in different calls
         self._ask(self._register)
 
     def _register(self) -> None:
         # Keys of an earlier run may be there: torchrun restarts ranks on the same store.
         for stale in (self._key("called"), self._key("verdict"), self._key("here", self._rank)):
             self._store.delete_key(stale)
-        # The process of each rank, for ranks on the same host.
+        # Ranks on the same host look at this process to see whether it lives.
         self._store.set(self._key("who", self._rank), json.dumps([self._host, os.getpid()]))
 
     def called(self) -> bool:
-        """Whether a rank has asked who is there: then no wait of this group will succeed any more."""
+        """Whether a rank has asked all ranks to answer: then no wait of this group will succeed any more."""
         return bool(self._ask(lambda: self._store.check([self._key("called")])))
 
     @property
@@ -116,9 +116,9 @@ class FailureDetector:
         self.called()
 
     def lost(self, *, phase: str = "", waited: float = 0.0, deadline: float = math.inf) -> list[int]:
-        """Who is lost, as all ranks of the group will say; nobody, if that cannot be told.
+        """The ranks that are lost, the same on all ranks of the group; empty, if that cannot be found out.
 
-        This rank has waited so many seconds in a phase, of the seconds that it may wait.
+        This rank has waited `waited` seconds in a phase, of `deadline` seconds that it may wait.
         """
         until, self._again = time.monotonic() + ANSWERING, 0.0
         seen: dict[int, tuple[str, float]] = {}  # by rank: the phase that it waits in, and when it came there
@@ -139,21 +139,21 @@ class FailureDetector:
         return []
 
     def read(self) -> None:
-        """Read the process of each rank, as far as they have enrolled.
+        """Read from the store the host and process of each rank that has registered, and keep them.
 
-        Called when all have enrolled: a rank that leaves removes its entry, and the others look for its process.
+        Called once all have registered: a rank that leaves deletes its entry, and the others still watch its process.
         """
         for rank in range(self._size):
             if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
                 self._who[rank] = json.loads(who)
 
     def gone(self) -> dict[int, str]:
-        """The ranks of this host whose process has ended, each with the words for errors."""
+        """The ranks on this host whose process has ended, each with the reason for error messages."""
         self.read()
         return self.ended()
 
     def ended(self) -> dict[int, str]:
-        """The same for ranks whose process is known already: the store is not asked."""
+        """The same as `gone`, for ranks whose process is already known: this does not ask the store."""
         return {
             rank: "its process has ended"
             for rank, (host, pid) in self._who.items()
@@ -161,9 +161,9 @@ class FailureDetector:
         }
 
     def leave(self, *written: str) -> None:
-        """Take back what this rank has written into the store, these keys among it. A verdict stays.
+        """Delete what this rank has written into the store, and the keys `written`. A verdict stays.
 
-        Groups come and go, and the store lives as long as all of them: what each leaves behind would pile up in it.
+        The store outlives the groups that are made with it: their keys would pile up there.
         """
         keys = [*written, self._key("who", self._rank), self._key("here", self._rank)]
         self._ask(lambda: [self._store.delete_key(key) for key in keys])
@@ -182,7 +182,7 @@ class FailureDetector:
         self._ask(lambda: self._store.compare_set(self._key("verdict"), "", verdict))
 
     def _silent(self, seen: dict[int, tuple[str, float]]) -> list[int]:
-        """Who has not answered. New answers are added to those that were seen before."""
+        """The ranks that have not answered yet. New answers are added to `seen`."""
         for rank in range(self._size):
             if rank not in seen and (answer := self._ask(partial(self._get, "here", rank))):
                 phase, waited = json.loads(answer)
@@ -190,7 +190,7 @@ class FailureDetector:
         return [rank for rank in range(self._size) if rank not in seen]
 
     def _get(self, *parts: object) -> bytes | None:
-        """What stands in the store, or None. Its own `get` waits for a key that is not there."""
+        """The value of a key in the store, or None. The store's own `get` would wait for a key that does not exist."""
         found = self._store.compare_set(self._key(*parts), _ABSENT, _ABSENT)  # writes nothing
         return None if found == _ABSENT.encode() else bytes(found)
 
@@ -198,7 +198,7 @@ class FailureDetector:
         self._ask(lambda: self._store.set(self._key(*parts), value))
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """What the store says, or None; a store that did not answer is left alone for a while."""
+        """The answer of the store, or None. After a question without an answer, the store is not asked for a while."""
         if not self._answers and time.monotonic() < self._again:
             return None
         try:
@@ -214,7 +214,7 @@ class FailureDetector:
 
 
 def _too_late(seen: dict[int, tuple[str, float]], deadline: float) -> list[int]:
-    """Who came so late that the first had waited for all of its deadline.
+    """The ranks that came so late that the deadline of the first one had passed.
 
     >>> _too_late({0: ("dispatch", 10.0), 1: ("dispatch", 11.2), 2: ("dispatch", 10.3)}, deadline=1.0)
     [1]
@@ -225,7 +225,7 @@ def _too_late(seen: dict[int, tuple[str, float]], deadline: float) -> list[int]:
 
 
 def _different_phases(seen: dict[int, tuple[str, float]]) -> str:
-    """In which phases the ranks wait, if not all in the same.
+    """A sentence that says in which phases the ranks wait; empty, if all wait in the same phase.
 
     >>> _different_phases({1: ("combine", 0.0), 0: ("barrier", 0.0)})
     'the ranks wait in different calls: rank 0 in barrier, rank 1 in combine'
@@ -237,10 +237,10 @@ def _different_phases(seen: dict[int, tuple[str, float]]) -> str:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process runs, or could: not one that is there only until its parent has looked at how it ended."""
+    """Whether a process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name in front may hold anything, in parentheses.
+            # The state follows the name of the program, which is in parentheses and may hold any characters.
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

@@ -1,6 +1,6 @@
-"""The forkserver that process ranks come from: it has torch and the layer loaded; a rank starts in milliseconds.
+"""The forkserver that process ranks are forked from: it has torch and tokenyard loaded, so that ranks start quickly.
 
-Nothing heavy is imported here: a command can start the forkserver first and load torch itself meanwhile.
+This module imports nothing heavy: a command can start the forkserver first, and load torch itself meanwhile.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _PRELOAD = [
     "tokenyard.planning.planner",
     "tokenyard.layer",
 ]
-# The id of the process that started the forkserver. A process forked from it has not started one.
+# The id of the process that started the forkserver. A child that was forked from that process sees another id.
 _started_by: list[int] = []
 
 
 def start_forkserver(*more: str) -> ForkServerContext:
     """Start the forkserver, if it is not running, and return its context. Does not wait for it.
 
-    `more` are modules that it loads, too; they count if it is this call that starts it.
+    `more` are further modules for it to load; they are ignored if it is already running.
     """
     if _started_by and _started_by != [os.getpid()]:
         _forget()
@@ -36,8 +36,8 @@ def start_forkserver(*more: str) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *more])
     # Ctrl-C at a terminal reaches every process there. The forkserver ignores it, but only once it has loaded all of
-    # its modules; so it is started with the signal blocked. Its ranks inherit that.
-    resource_tracker.ensure_running()  # where it has to start the tracker, it unblocks the signal
+    # its modules. It is therefore started with the signal blocked, and its ranks inherit that.
+    resource_tracker.ensure_running()  # before: starting the tracker unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()
@@ -49,7 +49,7 @@ def start_forkserver(*more: str) -> ForkServerContext:
 def end_forkserver(seconds: float) -> None:
     """Kill the forkserver and the processes that came from it, and let none be started again.
 
-    For a process that is about to end. Waits at most so many seconds for another thread that is just starting one.
+    For a process that is about to end. If another thread is starting a process, wait for it, at most `seconds`.
     """
     if _started_by != [os.getpid()]:
         return
@@ -67,7 +67,7 @@ def end_forkserver(seconds: float) -> None:
 
 
 def _forget() -> None:
-    """Forget the forkserver of the parent process, whose children are not this process's."""
+    """Forget the forkserver that the parent process has started: this process needs one of its own."""
     theirs: Any = forkserver._forkserver
     if theirs._forkserver_alive_fd is not None:
         os.close(theirs._forkserver_alive_fd)  # the forkserver lives as long as a process holds this

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from tokenyard.errors import InputError, shown
 
-# Names the host that the ranks of a process stand on. Those with another name are on another host, though on the same
-# machine: for tests, and for containers that share a machine but should not share memory.
+# A name that is added to that of the host. Ranks of one machine with different values count as ranks on different
+# hosts: for tests, and for containers that share a machine but should not share memory.
 HOST_VARIABLE = "TOKENYARD_HOST"
 
 
 def this_host() -> str:
-    """A name of this host: processes with the same one see each other, and can share memory.
+    """The name of this host: processes with the same name see each other, and can share memory.
 
-    A machine, as it was started; and on it the namespace in which processes are numbered. Two containers are two hosts:
-    neither has a number for the other's processes.
+    It holds the machine's boot id and the PID namespace. Two containers of one machine are two hosts, because neither
+    sees the processes of the other.
     """
     told = os.environ.get(HOST_VARIABLE)
     further = f"/{told}" if told else ""
@@ -29,7 +29,7 @@ def this_host() -> str:
 
 
 def hosts_of_ranks(hosts: int | Sequence[int], world: int) -> list[int]:
-    """The host of each rank: so many hosts with consecutive ranks, or the number of ranks of each host.
+    """The host of each rank, for a number of hosts with consecutive ranks, or for a list of the ranks on each host.
 
     >>> hosts_of_ranks(2, 5), hosts_of_ranks([1, 3], 4)
     ([0, 0, 0, 1, 1], [0, 1, 1, 1])

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 _INTERRUPTED = 0.5
 # Seconds between two checks for an interrupt.
 _LOOK = 0.5
-# Threads or processes that one machine is asked to start.
+# The most ranks, threads or processes, that `launch` starts on one machine.
 _MOST_RANKS = 1024
 
 
@@ -57,13 +57,13 @@ def launch(
     the ranks share the machine's cores. `deadline` is the seconds that any single wait in the group may take.
 
     `device` is where the group's rows live: the CPU, or with `device="cuda"` a GPU. Threads share it, each on a
-    stream of its own; processes are dealt the GPUs in turn, and share them where they are more.
+    stream of its own; processes get the GPUs in turn, and share them if there are more processes than GPUs.
 
-    `replacements`: so many ranks whose process dies are started anew. In the new process `fn` runs from its beginning,
-    with a group that is made when the ranks that are left call `plan.readmit` (or `group.readmit`).
+    `replacements` is the number of times that a rank whose process dies is started anew. In the new process `fn` runs
+    from its beginning, with a group that is made when the ranks that are left call `plan.readmit` (or `group.readmit`).
 
-    `hosts`: the ranks stand for ranks on so many hosts, which share no memory with each other: consecutive ones on
-    each, or as many as a list says, `hosts=[3, 1]`. For tests of what runs on several hosts.
+    `hosts` lets the ranks act as if they were on several hosts, which share no memory: a number of hosts with
+    consecutive ranks, or a list of the ranks on each host, `hosts=[3, 1]`. It is for tests of code for several hosts.
 
     >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
     [3, 3, 3]
@@ -163,10 +163,9 @@ def _launch_threads(
 
 
 def _end_threads(threads: list[threading.Thread], groups: list[ThreadGroup]) -> None:
-    """End the threads of ranks: their waits, and the Python code that they run.
+    """End the threads of ranks: end their waits in the group, and raise `SystemExit` in the Python code that they run.
 
-    A thread cannot be ended inside of an operation of torch. One that is in there for long is not waited for: it ends
-    when it comes back.
+    A thread that is inside of an operation of torch ends only when the operation returns. It is waited for briefly.
     """
     for group in groups:
         group.leave("launch was interrupted")

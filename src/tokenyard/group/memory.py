@@ -1,9 +1,9 @@
-"""How much memory is available: asked before it is allocated.
+"""How much memory is available, to be checked before a workspace is allocated.
 
-Linux grants more memory than there is, and ends some process when it runs out. A workspace that is far too large (a
-slip in `max_tokens`) must be an error on every rank instead. So the bytes that all ranks of a host are about to
-allocate are compared with what the kernel says is available, and with the limits of the control groups of this process
-(those of a container).
+Linux grants more memory than there is, and kills a process when it runs out. A workspace that is far too large (a
+wrong `max_tokens`, say) must be an error on every rank instead. Therefore the bytes that all ranks of a host are about
+to allocate are compared with what the kernel says is available, and with the limits of the control groups of this
+process (those of a container).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def too_much(nbytes: int, ranks: int) -> str | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process could still get without harm to others; None where the system does not say."""
+    """Bytes that this process can still allocate before memory runs out; None if the system does not say."""
     limits = [_of_the_machine(), *_of_control_groups()]
     known = [limit for limit in limits if limit is not None]
     return max(0, min(known)) if known else None
@@ -37,7 +37,7 @@ def _of_the_machine() -> int | None:
 
 
 def _of_control_groups() -> list[int | None]:
-    """What is left in each control group that this process is in. Pages of files do not count: they can be dropped."""
+    """Bytes left in each control group of this process. Cached pages of files count as free: they can be dropped."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def _number(file: Path) -> int | None:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """The numbers of a file whose lines are a name and a number, by name."""
     try:
         lines = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One thread at a time: the calls of a plan and of a group have an order, which is the same on every rank."""
+"""One thread at a time: the calls of a plan, or of a group, must have the same order on every rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Result = TypeVar("Result")
 
 
 class OneThread:
-    """Lets one thread at a time into the calls of a plan or a group; a second one gets an error, and does not wait.
+    """A lock around the calls of a plan or a group that raises in a second thread, in place of letting it wait.
 
-    Two threads would make their calls in an order of their own on each rank. A call inside a call of the same thread is
-    let in.
+    With two threads, the order of calls could differ from rank to rank. A thread may make calls inside its own calls.
 
     >>> plan = OneThread("the plan")
     >>> with plan, plan:
@@ -29,16 +28,16 @@ class OneThread:
     def __init__(self, what: str) -> None:
         self._what = what
         self._lock = threading.RLock()
-        self._user = 0  # the number of the thread that was let in last
+        self._user = 0  # the ident of the thread that entered last
         self._helper: threading.Thread | None = None
         self.leave = self._lock.release  # lets the next thread in
 
     def lend(self, helper: threading.Thread) -> None:
-        """Let a thread of the user's make calls until it ends; meanwhile the user waits for it before each call."""
+        """Let a helper thread make the calls until it ends. Other threads first wait for its end before each call."""
         self._helper = helper
 
     def await_helper(self) -> None:
-        """Return when the thread that calls were lent to has ended; at once inside of it."""
+        """Wait until the helper thread has ended; in the helper itself, return at once."""
         helper = self._helper
         if helper is not None and helper is not threading.current_thread():
             helper.join()
@@ -46,12 +45,12 @@ class OneThread:
 
     @property
     def user(self) -> str:
-        """The name of the thread that was let in last."""
+        """The name of the thread that entered last."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return names.get(self._user, "")
 
     def enter(self) -> None:
-        """Let this thread in, up to `leave`."""
+        """Acquire the lock for this thread, until `leave`; raise if another thread has it."""
         if self._helper is not None:
             self.await_helper()
         if not self._lock.acquire(False):
@@ -81,7 +80,7 @@ Owner = TypeVar("Owner", bound=_Guarded)
 def by_one_thread(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """A method that one thread at a time may be in, as the object's `_one_thread` says."""
+    """Wrap a method so that only one thread at a time may run it, by the object's `_one_thread`."""
 
     @wraps(method)
     def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

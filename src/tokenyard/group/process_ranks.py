@@ -1,7 +1,7 @@
 """Ranks as processes of one machine: started from the forkserver, watched, and ended.
 
-The ranks meet over loopback, at a port that the parent holds open. What a rank returns or raises comes to the parent
-through a pipe. A rank ends by itself when the other end of its pipe closes: none outlives the parent.
+The ranks find each other over loopback, at a port that the parent holds open. Each rank sends its result or its error
+to the parent through a pipe. A rank ends when the parent's end of the pipe closes, so that none outlives the parent.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
-    """Which part of a job cannot be pickled."""
+    """The name and the value of the part of a job that cannot be pickled."""
     for number, part in enumerate((fn, *args)):
         try:
             pickle.dumps(part)
@@ -102,13 +102,13 @@ def _unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, An
 
 
 def first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseException]:
-    """The first error that another rank's error did not cause."""
+    """The first error that was not caused by another rank; if all were, the first of all."""
     causes = [item for item in errors if not isinstance(item[1], (PeerLost, PeerFailed))]
     return (causes or errors)[0]
 
 
 def _meeting_store(deadline: float) -> Any:
-    """The store in which the ranks find each other, on loopback: by itself torch would listen to every network."""
+    """The store in which the ranks find each other. It listens on loopback only; torch's default is every interface."""
     listener = socket.create_server(("127.0.0.1", 0))
     return TCPStore(
         *listener.getsockname(),
@@ -162,12 +162,12 @@ class _Processes:
         self._connections[rank], self._processes[rank] = parent, process
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """The variables that a rank starts with: the name of its host among them, where ranks stand for several."""
+        """The environment of a rank's process: with the name of its host, if the ranks act as several hosts."""
         several = len(set(self._host_of_rank)) > 1
         return {**os.environ, **({HOST_VARIABLE: f"host {self._host_of_rank[rank]}"} if several else {})}
 
     def collect(self, replacements: int) -> list[Any]:
-        """Wait for every rank's report. After the first error the others get their deadline to end, no longer."""
+        """Wait for every rank's report and return the results. After the first error, wait at most for the deadline."""
         results: dict[int, Any] = {}
         errors: list[tuple[int, BaseException]] = []
         waiting = set(self._connections)
@@ -178,7 +178,7 @@ class _Processes:
                 rank = ranks[cast("Connection", ready)]
                 try:
                     outcome, value, report = _unpacked(self._connections[rank].recv_bytes(), rank)
-                except (EOFError, OSError):  # before it reported, or in the midst of it
+                except (EOFError, OSError):  # the process died before it had sent its report
                     if replacements > 0:
                         replacements -= 1
                         self._replace(rank)
@@ -203,7 +203,7 @@ class _Processes:
 
     def _replace(self, rank: int) -> None:
         self._connections[rank].close()
-        # At once: with many losses, descriptors would run out.
+        # Now and not at the end of the launch: after many losses, file descriptors would run out.
         _end([self._processes.pop(rank)])
         self.start(rank, fresh=True)
 
@@ -246,7 +246,7 @@ def _rank_main(
     environment: dict[str, str],
 ) -> None:
     """The main function of one rank's process."""
-    # The forkserver has that of the first launch.
+    # The forkserver still has the environment of the first launch.
     os.environ.clear()
     os.environ.update(environment)
     released = threading.Event()
@@ -272,12 +272,12 @@ def _rank_main(
     with contextlib.suppress(OSError):  # the parent may have ended
         parent.send_bytes(report)
     if outcome == "result":
-        released.wait()  # others may still read from this rank's connections: it stays until all have reported
+        released.wait()  # stay until all ranks have reported: others may still read from this rank's connections
     os._exit(0)
 
 
 def _find_each_other(rank: int, devices: list[torch.device], port: int, deadline: float) -> Group:
-    """The group of all ranks. Processes start one after the other: this may take longer than any wait later on."""
+    """Wait for all ranks, and make their group. Processes start one by one: this may take longer than the deadline."""
     timeout = timedelta(seconds=max(deadline, FINDING_EACH_OTHER))
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     here = [f"tokenyard/here/{other}" for other in range(len(devices))]
@@ -305,7 +305,7 @@ def _packed(result: Any, rank: int) -> bytes:
 
 
 def _unpacked(report: bytes, rank: int) -> tuple[str, Any, str]:
-    """What a rank has reported: whether it is a result, that or its error, and the traceback."""
+    """A rank's report: "result" or "error", the result or the error itself, and the traceback of an error."""
     try:
         outcome, value, text = pickle.loads(report)
     except Exception as error:
@@ -325,7 +325,7 @@ def _cannot_travel(
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """The error, or where it cannot travel to the parent, one that says the same."""
+    """The error; if it cannot be pickled, a `RuntimeError` with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -334,15 +334,15 @@ def _picklable(error: BaseException) -> BaseException:
 
 
 def _where_raised(error: BaseException) -> str:
-    """The traceback of an error, without its last lines: those are the error itself, which travels, too."""
+    """The traceback of an error without its last lines, the message: the error itself is sent, too."""
     told = traceback.TracebackException.from_exception(error)
     return "".join(told.format()).removesuffix("".join(told.format_exception_only())).rstrip()
 
 
 def _watch_parent(parent: Connection, released: threading.Event) -> None:
-    """End this process when the parent is gone: its end of the pipe closes, however it ended.
+    """End this process when the parent has ended: its end of the pipe closes then, however it ended.
 
-    (The forkserver does not help: it lives as long as any of its children.)
+    (The forkserver does not do this: it lives as long as any of its children.)
     """
     try:
         parent.recv_bytes()

@@ -1,16 +1,16 @@
 """How a fresh process takes the place of a rank that was lost, or a further place.
 
-The ranks that are left call `group.readmit(lost)`. It puts an *invitation* for each lost rank's place into the store
-through which the group found together. The fresh process calls `rejoin(address, rank=…)` with the address that
-`group.address` tells on any rank: it waits for its invitation, takes it (an invitation is for one: of two that come,
-one gets an error), and meets the others. The new group has the size, the ranks and the deadline of the old one. With
-`group.admit(count)` further places are invited to, behind those of the group.
+The ranks that are left call `group.readmit(lost)`. It puts an *invitation* for each lost rank into the store with which
+the group was made. The fresh process calls `rejoin(address, rank=…)` with the `group.address` of any rank. It waits for
+its invitation, takes it, and meets the other ranks. An invitation is for one process: if two come, one gets an error.
+The new group has the size, the ranks and the deadline of the old one.
+`group.admit(count)` makes invitations for further ranks, behind those of the group.
 
-Nothing of the old group is used again but the store: not its connections, which are in an unknown state, nor its
-memory, which a rank that is not as dead as it seemed might still write into.
+Of the old group only the store is used again. Its connections are in an unknown state, and a rank that was taken for
+dead might still write into its memory.
 
-Every wait is bounded. If nobody comes, the ranks that are left say who is missing, take the invitation back, and go on
-as they were.
+Every wait is bounded. If nobody comes, the ranks that are left raise an error that names the missing ranks, withdraw
+the invitations, and go on as before.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import torch.distributed as dist
 from tokenyard.errors import GroupError, InputError, PeerLost, TokenyardError, shown
 from tokenyard.group.failure_detector import FailureDetector, within
 
-# Seconds in which a fresh rank must have come, and in which it must have been invited: it starts a process, loads
-# libraries and finds a device.
+# Seconds for which ranks wait for a fresh rank, and for which it waits for its invitation. A fresh rank is slow: it
+# starts a process, loads libraries and finds a device.
 READMISSION = 60.0
 PHASE = "readmission"
 # torch does not declare its stores as exported.
@@ -58,7 +58,7 @@ def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def check_count(count: object, rank: int) -> None:
-    """Raise unless it is a number of ranks that can be taken in."""
+    """Raise unless `count`, the number of fresh ranks, is an int of at least 1."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InputError(
             f"{shown(count)} ranks are to be taken in",
@@ -69,7 +69,7 @@ def check_count(count: object, rank: int) -> None:
 
 
 def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
-    """The error of a fresh rank whose place is not free, or not any more."""
+    """The error of a fresh rank that got no invitation, or whose invitation another process took."""
     return GroupError(
         f"rank {rank} of {address} was not invited within {waited:.1f} s",
         expected="the other ranks to call `readmit` or `grow`, and no other process to have come first",
@@ -82,7 +82,7 @@ def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
 class Invitation:
     """What a fresh rank must know to join the group."""
 
-    meeting: str  # where the ranks meet in the store
+    meeting: str  # the prefix of the keys under which the ranks meet in the store
     size: int
     name: str
     deadline: float
@@ -98,7 +98,7 @@ class Invitation:
 
 
 class RejoinStore:
-    """The invitations to places of a group, in a store that its ranks reach, and that a fresh process can find."""
+    """The invitations of a group, in a store that its ranks and fresh processes can reach."""
 
     def __init__(self, store: Any, group_key: str) -> None:
         self.store, self.group_key = store, group_key
@@ -108,7 +108,7 @@ class RejoinStore:
 
     @contextmanager
     def invited(self, ranks: Sequence[int], invitation: Invitation) -> Iterator[None]:
-        """Inside, these ranks are invited. If it raises, the invitations that nobody took are withdrawn."""
+        """Inside the block, these ranks are invited. If it raises, invitations that were not taken are withdrawn."""
         for rank in ranks:
             self.store.set(self._key(rank), invitation.encode())
         try:
@@ -121,7 +121,7 @@ class RejoinStore:
     def take(self, rank: int, address: str, seconds: float) -> Invitation:
         """Wait for an invitation, and take it."""
         started = time.monotonic()
-        # A word of this process alone. The store keeps the first one: each process sees whether it came first.
+        # A value that only this process writes. The store keeps the first one, so that a process sees if it was first.
         taken = _TAKEN + f" by {secrets.token_hex(8)}".encode()
         while (waited := time.monotonic() - started) < seconds:
             if self.store.check([self._key(rank)]):
@@ -149,11 +149,11 @@ def meet(
 ) -> dist.ProcessGroup:
     """Make a gloo process group of the ranks that come to this meeting in the store, without torch's world group.
 
-    All must have come within so many seconds, and then be connected within some more, unless one of them is seen to
-    be gone: before all have come by `gone`, then by the `detector` of those that met. `check` is called meanwhile: it
-    may raise, and ends the wait of this rank. `timeout` is that of gloo.
+    All ranks must come within `seconds`, and then connect within `connecting` seconds. A rank that is known to have
+    ended is an error at once: `gone` tells that before all have come, and afterwards the `detector` of the new group.
+    `check` is called meanwhile, and may raise to end the wait of this rank. `timeout` is that of gloo.
 
-    Torch's own `new_group` serves ranks of one world only, and a fresh process is of no world.
+    Torch's own `new_group` serves ranks of one world only, and a fresh process belongs to none.
     """
     started = time.monotonic()
 
@@ -162,14 +162,14 @@ def meet(
         return PeerLost(who, phase=phase, waited=waited, rank=rank, detail=detail, ended=ended)
 
     def all_lost(detail: str) -> PeerLost:
-        """What all ranks of the meeting say: some may have finished connecting, and wait for the others already."""
+        """The error that all ranks of the meeting raise, also those that are connected and wait for the others."""
         who = detector.lost(phase=phase, waited=time.monotonic() - started)
         ended = detector.ended()
         if who and all(one in ended for one in who):
             return lost(who, ended[who[0]], ended=True)
         return lost(who, detail)
 
-    # A connection of this meeting's own: gloo waits in it, and this process asks the store of other things meanwhile.
+    # The meeting has its own connection to the store: gloo waits in it, while this process asks the store other things.
     place = _PrefixStore(f"tokenyard/{meeting}", store.clone())
     here = [f"here/{other}" for other in range(size)]
     place.set(here[rank], "")
@@ -207,7 +207,7 @@ def _connect(place: Any, rank: int, size: int, timeout: float) -> dist.ProcessGr
 
 
 def written_to_meet(meeting: str, rank: int) -> list[str]:
-    """The keys that a rank writes into the store to be found at a meeting: it is there, and gloo's address of it."""
+    """The keys that a rank writes into the store for a meeting: that it has come, and its gloo address."""
     return [f"tokenyard/{meeting}/here/{rank}", f"tokenyard/{meeting}/0/{rank}"]
 
 
@@ -253,7 +253,7 @@ def address_of(store: Any, group_key: str) -> str:
 
 
 def rejoin_store_at(address: str, seconds: float) -> RejoinStore:
-    """The rejoin_store behind an address. Connects, within so many seconds."""
+    """Connect to the store that an address names, within `seconds`."""
     try:
         parts = urlsplit(address)
         group_key, port = unquote(parts.fragment), parts.port
@@ -282,9 +282,9 @@ def no_address(address: object) -> InputError:
 
 
 def invited_at(address: str, rank: int, seconds: float) -> tuple[RejoinStore, Invitation]:
-    """The rejoin_store behind an address, and the invitation that is taken there.
+    """Connect to the store that an address names, and take the invitation for rank `rank` there.
 
-    All of it takes little more than so many seconds, whatever the store does.
+    This takes little more than `seconds`, even if the store does not answer.
     """
     until = time.monotonic() + seconds
 

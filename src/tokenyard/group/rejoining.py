@@ -15,9 +15,9 @@ def rejoin(
 ) -> Group:
     """Take the place of rank `rank`, which was lost, in the group behind `address` (`group.address` on any rank).
 
-    Returns the group when all are there: those that are left have called `group.readmit` (or `plan.readmit`). Then make
-    the same plan as they did. Where `rank` is a further one, behind those of the group, they have called `plan.grow`:
-    then `join_plan`. It waits so many seconds to be invited, and as long again for the others to come.
+    Returns the new group when all ranks have come; those that are left call `group.readmit` (or `plan.readmit`). Then
+    make the same plan as they did. `rank` may also be a further one, behind those of the group, if the others call
+    `plan.grow`; then call `join_plan`. This waits `seconds` for an invitation, and as long again for the other ranks.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> from tokenyard import thread_groups

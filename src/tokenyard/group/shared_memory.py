@@ -1,17 +1,17 @@
-"""Memory that the processes of one host share: anonymous files, which nobody can find and nothing has to remove.
+"""Memory that the processes of one host share: anonymous files, which have no name and need no cleanup.
 
-Each rank makes a memfd (an anonymous file in memory), really allocates it (`posix_fallocate`: memory that is not
-there is an error now, not a SIGBUS later), and tells the others its process and descriptor. They open it through
+Each rank makes a memfd (an anonymous file in memory), allocates its pages (`posix_fallocate`: if memory is short, this
+is an error now, and not a SIGBUS later), and tells the others its process and descriptor. They open it through
 `/proc/<pid>/fd/<fd>`, which the kernel grants to the same user only, and map it. Then every descriptor is closed:
-the memory lives as long as a mapping does, and is gone after `kill -9`, too. It has no name in /dev/shm, so nothing
-can be squatted, and no limit of /dev/shm applies.
+the memory lives as long as a mapping does, and is freed even after `kill -9`. It has no name in /dev/shm that another
+process could take first, and no limit of /dev/shm applies.
 
 Memory that one rank fills and others may map later (`mappable_memory`, for weights) keeps its descriptor as long as
-it is in use here. Then its pages go back, whoever still maps it.
+it is in use in the rank's process. Then its pages are freed, even if others still map them.
 
-Traps of Python: `mmap.mmap` keeps a descriptor of its own, and `mmap.close()` under a live tensor is a crash, so the
-kernel is asked directly, and a mapping goes with its last tensor; `multiprocessing.shared_memory` unlinks a segment
-when an unrelated process exits, so it is not used.
+Pitfalls of Python: `mmap.mmap` keeps a descriptor of its own, and `mmap.close()` under a live tensor is a crash. This
+module therefore calls `mmap` of libc, and unmaps memory with its last tensor. `multiprocessing.shared_memory` is not
+used, because it unlinks a segment when an unrelated process exits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
-    """One zeroed buffer per rank, mapped by all ranks. All or nothing."""
+    """One zeroed buffer per rank, mapped by all ranks. If one rank fails, all raise."""
     group.all_or_none("sharing memory", too_much(nbytes, group.size))  # before any rank allocates
     error = None
     with contextlib.ExitStack() as closing:
@@ -61,7 +61,7 @@ def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
                     error
                     or f"the memory of process {other['pid']} cannot be mapped ({raised.strerror or raised})"
                 )
-        group.all_or_none("sharing memory", error)  # also: nobody closes before everybody has opened
+        group.all_or_none("sharing memory", error)  # also a barrier: all have opened before one closes
         return buffers
 
 
@@ -74,25 +74,25 @@ def mappable_memory(nbytes: int) -> Tensor:
     """Zeroed bytes that other processes of this host can map, too: see `address_of`."""
     descriptor = _allocate(nbytes)
     try:
-        mapped = _mapping(descriptor, nbytes, mmap.MAP_POPULATE)  # now, and not in the middle of a move
+        mapped = _mapping(descriptor, nbytes, mmap.MAP_POPULATE)  # page faults now, not during a move
     except OSError:
         os.close(descriptor)
         raise
     start = ctypes.addressof(mapped)
     _descriptors[start] = descriptor
-    # Called before the memory is unmapped: what was registered last is called first.
+    # It runs before the finalizer that unmaps the memory: the one that was registered last runs first.
     weakref.finalize(mapped, _give_back, start, nbytes).atexit = False
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _give_back(start: int, nbytes: int) -> None:
-    """Free the pages: others who still map them read zeros from then on."""
+    """Free the pages. Processes that still map them read zeros from then on."""
     os.close(_descriptors.pop(start))
     _libc.madvise(start, nbytes, mmap.MADV_REMOVE)
 
 
 def address_of(tensor: Tensor) -> Address | None:
-    """Where other processes find a tensor; None if its memory is not mappable, or other numbers lie between its own."""
+    """The address by which other processes map a tensor; None if it is not in mappable memory, or not contiguous."""
     storage = tensor.untyped_storage()
     descriptor = _descriptors.get(storage.data_ptr())
     if descriptor is None or not tensor.is_contiguous():
@@ -107,12 +107,12 @@ def address_of(tensor: Tensor) -> Address | None:
 
 
 def map_memory(address: Address) -> Tensor:
-    """All memory of which another process has told a part with `address_of`. To be read."""
+    """Map the whole memory of which an address of another process (`address_of`) names a part, for reading only."""
     return _map(*(address[key] for key in ("pid", "descriptor", "inode", "size")))
 
 
 def _allocate(nbytes: int) -> int:
-    """The descriptor of so much zeroed memory."""
+    """The file descriptor of a new memfd with `nbytes` of zeroed memory."""
     descriptor = os.memfd_create("tokenyard", os.MFD_CLOEXEC)
     try:
         os.fchmod(descriptor, 0o600)
@@ -141,6 +141,6 @@ def _mapping(descriptor: int, nbytes: int, flags: int = 0) -> Any:
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapped = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Not at exit: what still uses the memory then goes with it.
+    # Not at exit: something may still use the memory then, and the end of the process unmaps it anyway.
     weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
     return mapped

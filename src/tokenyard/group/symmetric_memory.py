@@ -1,17 +1,20 @@
 """GPU memory that the processes of one host share: torch's symmetric memory, one zeroed buffer per rank.
 
-Each rank allocates, zeroes and waits for that; the ranks meet; then each maps the buffers of all. Nobody has a pointer
-into a buffer before it is zeroed.
+Each rank allocates and zeroes its buffer, and waits until that is done. Then the ranks meet, and each maps the buffers
+of all ranks. No rank has a pointer into a buffer before it is zeroed.
 
-What torch hands out for a peer's buffer is a bare pointer: the mapping behind it goes with the handle of the
-rendezvous. So the handle is tied to the *storage* of each buffer, which lives as long as any view of it does.
+For a peer's buffer torch returns a bare pointer; its mapping is freed with the handle of the rendezvous. The handle is
+therefore tied to the *storage* of each buffer, which lives as long as any view of it does.
 
-Traps: `symm_mem.empty` takes memory from a pool that keeps it, reuses it, and has an open report of corruption, so the
-memory is asked for directly and goes back when its last view does. Torch counts ranks of one host and device index as
-ranks on one GPU, and refuses them unless a variable says so: this is asked before, on all ranks at once. And torch
-numbers the rounds of all rendezvous of a process in one sequence, whatever their groups: ranks that shared memory in
-other groups before, one more often than another, would wait for each other's keys in vain. They meet at a name that is
-new each time, in a store that numbers the rounds of this meeting alone (`Meeting`).
+Pitfalls of torch:
+
+- `symm_mem.empty` takes memory from a pool that keeps and reuses it, and for which a corruption bug is open. The memory
+  is therefore allocated directly, and freed with its last view.
+- Torch treats ranks with the same host and device index as ranks on one GPU, and refuses them unless a variable allows
+  it. This is checked before, on all ranks at once.
+- Torch numbers the rounds of all rendezvous of a process in one sequence, whatever their groups. Ranks that shared
+  memory in other groups before, one more often than another, would wait for keys that never come. They therefore meet
+  under a name that is new each time, in a store that numbers the rounds of this rendezvous alone (`Meeting`).
 """
 
 from __future__ import annotations
@@ -42,10 +45,10 @@ _PHASE = "sharing memory"
 
 
 class Meeting(Store):
-    """The store of one rendezvous: rounds are numbered in the order in which this rank begins them.
+    """The store of one rendezvous, which numbers its rounds in the order in which this rank begins them.
 
-    A round begins with what a rank says, under a key that ends in its number; what precedes that, the ranks need not
-    agree on.
+    Torch's keys end in the rank. What precedes it names a round, and may differ between ranks: it is replaced by the
+    number of the round.
     """
 
     def __init__(self, store: Store, name: str, deadline: float) -> None:
@@ -76,7 +79,7 @@ class Meeting(Store):
 
 @contextmanager
 def met_as(name: str, meeting: Meeting, rank: int, size: int) -> Iterator[None]:
-    """Inside, torch finds these ranks and their store by this name."""
+    """Inside the block, torch knows a process group of this name, with these ranks and their store."""
     process_group = ProcessGroup(meeting, rank, size)
     called = cast(Any, name)  # newer versions of torch have a type for it
     _register_process_group(called, process_group)  # by a weak reference
@@ -87,9 +90,9 @@ def met_as(name: str, meeting: Meeting, rank: int, size: int) -> Iterator[None]:
 
 
 def share_between_gpus(group: Group, store: Store, nbytes: int) -> list[Tensor]:
-    """One zeroed buffer per rank on the ranks' GPUs, mapped by all ranks, who find each other in a store of their own.
+    """One zeroed buffer per rank on the ranks' GPUs, mapped by all ranks, which find each other in `store`.
 
-    All or nothing.
+    If one rank fails, all raise.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -101,7 +104,7 @@ def share_between_gpus(group: Group, store: Store, nbytes: int) -> list[Tensor]:
         group.wait_for_device()
     except RuntimeError as raised:
         error = f"{nbytes} bytes cannot be allocated on {group.device} ({_first_line(raised)})"
-    group.all_or_none(_PHASE, error)  # also: nobody maps a buffer that is yet to be zeroed
+    group.all_or_none(_PHASE, error)  # also a barrier: all buffers are zeroed before one is mapped
     buffers: list[Tensor] = []
     try:
         with met_as(name, meeting, group.rank, group.size):

@@ -1,15 +1,16 @@
 """Ranks as threads of one process: the group for tests, notebooks and a first look.
 
-The ranks of a group meet at one `_MeetingPoint`. A collective is one *call*: each rank posts what it brings
-and waits until all have posted, then takes what is for it. Ranks count their calls, so a rank that is ahead
-meets the others in the right call, and ranks that make *different* calls (one gathers, another exchanges
-rows) find out and raise `Drifted` on every rank.
+The ranks of a group share one `_MeetingPoint`. A collective is one *call*: each rank posts its value, waits
+until all have posted, and then takes its part. Ranks number their calls, so that a rank that is ahead does not
+mix them up. If ranks make *different* calls under one number (one gathers, another exchanges rows), every rank
+raises `Drifted`.
 
-The first rank whose deadline passes publishes the verdict: who is missing. Every rank of the group then
-raises the same `PeerLost`, the late one included, when it arrives.
+The first rank whose deadline passes publishes a verdict, which names the missing ranks. Every rank of the group
+then raises the same `PeerLost`, the late one included, when it arrives.
 
-On a GPU all ranks share one device, each on a stream of its own. Threads meet, streams do not: a rank waits for its
-stream before it posts, and marks what it takes as read by its stream, so that the memory is not given away before.
+On a GPU all ranks share one device, each on a stream of its own. The threads wait for each other, but their streams do
+not. A rank therefore waits for its stream before it posts a tensor, and calls `record_stream` on the tensors that it
+takes, so that torch does not reuse their memory too early.
 """
 
 from __future__ import annotations
@@ -53,23 +54,23 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The ranks that did not arrive, published by the first rank that notices. Every rank raises it in its phase."""
+    """The ranks that did not arrive, published by the first rank that notices. Every rank raises an error for them."""
 
     missing: list[int]
     waited: float
     why: str
 
     def error(self, rank: int, phase: str) -> PeerLost:
-        """What one rank raises."""
+        """The error that one rank raises in this phase."""
         return PeerLost(
             self.missing, phase=phase, waited=self.waited, rank=rank, detail=self.why, ended=bool(self.why)
         )
 
 
 class _MeetingPoint:
-    """Where the threads of one group meet.
+    """The object that the threads of one group share: their calls, and who has left.
 
-    `before` is the group that this one replaces: the same ranks, some of them fresh.
+    `before` belongs to the group that this one replaces: the same ranks, of which those in `fresh` are new.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class _MeetingPoint:
         self.hosts = tuple(hosts)  # by rank: the name of the host that it stands on
         self.size = size = len(self.hosts)
         self.lock = threading.Lock()
-        # By rank: how often it was replaced. Leaving one group is leaving all groups in which it was not replaced.
+        # By rank: how often it was replaced. A rank that leaves one group also leaves all groups of its chain of
+        # replacements in which this number is the same, because it is the same thread there.
         taken: tuple[int, ...] = before.places_taken if before else ()
         taken += (0,) * (size - len(taken))
         self.places_taken: tuple[int, ...] = tuple(had + (rank in fresh) for rank, had in enumerate(taken))
@@ -86,7 +88,7 @@ class _MeetingPoint:
         self.successors.add(self)
         self.calls: dict[int, _Call] = {}
         self.invitations = _Invitations()
-        # Groups hold their meeting points. Those that are gone are not remembered here.
+        # Weak references: the groups hold their meeting points, and those of groups that are freed are forgotten here.
         self.subgroups: weakref.WeakValueDictionary[tuple[tuple[int, ...], str, int], _MeetingPoint] = (
             weakref.WeakValueDictionary()
         )
@@ -95,7 +97,7 @@ class _MeetingPoint:
         self.verdict: _Verdict | None = None
 
     def bring(self, rank: int, number: int, kind: str, value: Any, phase: str) -> _Call:
-        """Bring a value to call `number`, without waiting for the others."""
+        """Post this rank's value for call `number`, without waiting for the others."""
         with self.lock:
             if self.verdict is not None:
                 raise self.verdict.error(rank, phase)
@@ -108,7 +110,7 @@ class _MeetingPoint:
         return call
 
     def give_up(self, missing: Sequence[int], waited: float) -> _Verdict:
-        """Publish a verdict, unless there is one; return the one that stands."""
+        """Publish a verdict, unless one was published before; return the first one."""
         with self.lock:
             why = "; ".join(dict.fromkeys(self.gone[r] for r in missing if r in self.gone))
             self._give_up(list(missing), waited, why)
@@ -116,7 +118,7 @@ class _MeetingPoint:
             return self.verdict
 
     def take(self, rank: int, number: int, call: _Call, deadline: float, phase: str) -> list[Any]:
-        """Every rank's value of a call, in rank order, when all are there."""
+        """Wait until all ranks have posted their values for a call; return them in rank order."""
         started = time.monotonic()
         if not call.complete.wait(deadline):
             with self.lock:
@@ -141,7 +143,7 @@ class _MeetingPoint:
         return [call.brought[r][1] for r in range(self.size)]
 
     def _give_up(self, missing: list[int], waited: float, why: str) -> None:
-        """Publish the verdict and wake everybody who waits. The lock is held."""
+        """Publish the verdict and wake all waiting ranks. The caller holds the lock."""
         if self.verdict is None:
             self.verdict = _Verdict(missing, waited, why)
         for call in self.calls.values():
@@ -150,7 +152,7 @@ class _MeetingPoint:
     def leave(self, rank: int, why: str) -> None:
         """Mark a rank as ended: every rank that waits for it, now or later, raises at once."""
         self._leave(rank, why)
-        # Groups that are made after this know that the rank has ended.
+        # Groups that replace this one, or were replaced by it, learn it, too, if the rank is the same thread there.
         for meeting_point in self.successors.all():
             if meeting_point is not self and meeting_point.places_taken[rank:][:1] == (
                 self.places_taken[rank],
@@ -170,7 +172,7 @@ class _MeetingPoint:
 
 
 class _Successors:
-    """A group and those that replaced it, as long as something refers to them; and what their ranks decided."""
+    """The meeting points of a group and of those that replaced it (weak references), and their ranks' decisions."""
 
     def __init__(self) -> None:
         self.decided: dict[str, str] = {}
@@ -248,11 +250,11 @@ class ThreadGroup(Group):
         return self._meeting_point.take(self.rank, number, call, self.deadline, phase)
 
     def barrier(self, *, phase: str = "barrier") -> None:
-        """Return when every rank of the group has called this. No device is used: other ranks may wait there."""
+        """Wait until every rank of the group has called this. No GPU is used: kernels of other ranks may wait there."""
         self._meet("waits for all", None, phase)
 
     def gather_json(self, value: Any, *, phase: str = "gather_json") -> list[Any]:
-        """Every rank's value, in rank order, through JSON as between processes, without using a device."""
+        """Every rank's value, in rank order, converted through JSON as between processes. No GPU is used."""
         encoded = json.dumps(value, sort_keys=True, allow_nan=True)
         return [json.loads(other) for other in self._meet("gathers json", encoded, phase)]
 
@@ -288,7 +290,7 @@ class ThreadGroup(Group):
         return Pending(take)
 
     def _pick(self, posted: list[Any], receive: Sequence[int], phase: str) -> Tensor:
-        """What the others have posted for this rank."""
+        """The rows that all ranks have posted for this rank, in rank order."""
         self._read([theirs for theirs, _ in posted])
         parts = []
         for (theirs, sent), expected in zip(posted, receive, strict=True):
@@ -305,13 +307,13 @@ class ThreadGroup(Group):
         return torch.cat(parts)
 
     def _post(self, mine: Tensor) -> Tensor:
-        """A copy that other ranks may read, complete: this rank may change its tensor meanwhile."""
+        """A finished copy of a tensor for other ranks to read: this rank may change its own tensor meanwhile."""
         copy = mine.clone()
         self.wait_for_device()
         return copy
 
     def _read(self, posted: list[Tensor]) -> list[Tensor]:
-        """What others posted, marked as in use by this rank's stream."""
+        """The posted tensors, marked as in use by this rank's stream."""
         if self.device.type == "cuda":
             for tensor in posted:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -347,7 +349,7 @@ class ThreadGroup(Group):
         check: Callable[[], None] | None = None,
     ) -> ThreadGroup:
         members = self._check_members(ranks)
-        # The n-th subgroup of the same ranks is the same one on all of them: no wait is needed to find it.
+        # The n-th subgroup of these ranks that a rank asks for is the same on all of them: they need not wait.
         self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
         parent = self._meeting_point
         hosts = [parent.hosts[rank] for rank in members]
@@ -379,13 +381,13 @@ class ThreadGroup(Group):
 
     def decide(self, question: str, answer: str) -> str:
         decided = self._meeting_point.successors.decided
-        return decided.setdefault(question, answer)  # one thread at a time
+        return decided.setdefault(question, answer)  # atomic
 
     def decided(self, question: str) -> str | None:
         return self._meeting_point.successors.decided.get(question)
 
     def _fill(self, empty: Sequence[int], seconds: float) -> ThreadGroup:
-        """This group once more, with fresh ranks in these places: some of its own, or further ones."""
+        """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
         parent, invitations = self._meeting_point, self._invitations
@@ -415,7 +417,7 @@ class ThreadGroup(Group):
             raise
 
     def _met(self, seconds: float) -> ThreadGroup:
-        """This group, when all of its ranks have arrived."""
+        """Wait until all ranks of this group have arrived, at most `seconds`; return the group."""
         deadline, self.deadline = self.deadline, seconds
         self.barrier(phase=PHASE)
         self.deadline = deadline
@@ -430,7 +432,7 @@ class ThreadGroup(Group):
 
 
 def rejoin_threads(address: str, rank: int, *, seconds: float) -> ThreadGroup:
-    """Take the place of a lost rank, in this thread."""
+    """Join a group of threads as rank `rank`, in this thread: in place of a lost rank, or as a further one."""
     invitations = _open_invitations.get(address)
     if invitations is None:
         raise InputError(

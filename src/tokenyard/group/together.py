@@ -1,4 +1,4 @@
-"""Steps that each rank does for itself, and that succeed on all ranks or on none."""
+"""`make_together`: a step that each rank does for itself, and that succeeds on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def make_together(
     note: Callable[[Made], Any] = lambda made: None,
     layer: str | None = None,
 ) -> tuple[Made, list[Any]]:
-    """The result of `make` on this rank, and the notes of all ranks. If one rank raises, all do. Collective.
+    """Call `make` on every rank; return its result here, and the notes of all ranks. If one raises, all do. Collective.
 
-    The others are waited for at least so many seconds.
+    `note` makes a JSON value of the result, for the other ranks. These are waited for at least `seconds`.
     """
     made: Made
     told: Any = None
@@ -34,7 +34,7 @@ def make_together(
         error = raised.at(layer=layer, rank=group.rank) if isinstance(raised, TokenyardError) else raised
     report = {
         "error": None if error is None else f"{type(error).__name__}: {error}",
-        "told": isinstance(error, PeerFailed),  # in a group of some of these ranks
+        "told": isinstance(error, PeerFailed),  # the error was caused by another rank, in a smaller group
         "note": told,
     }
     with group.patience(seconds):
@@ -42,7 +42,7 @@ def make_together(
     if error is not None:
         raise error
     if failed := [rank for rank, other in enumerate(by_rank) if other["error"] is not None]:
-        # Who failed itself, if anybody says so.
+        # Prefer a rank that failed by itself to one that raised because of another rank.
         first = min(failed, key=lambda rank: bool(by_rank[rank]["told"]))
         raise PeerFailed(first, by_rank[first]["error"], phase=what, layer=layer, rank=group.rank)
     return made, [other["note"] for other in by_rank]

@@ -1,4 +1,4 @@
-"""The layer: `moe_layer` shows the way of a token on one page."""
+"""The MoE layer, `MoELayer`: router, dispatch, experts and combine in one module."""
 
 from tokenyard.layer.micro_batches import overlapped
 from tokenyard.layer.moe_layer import MoELayer

@@ -1,22 +1,22 @@
-"""A layer under `torch.compile`: one operator, `tokenyard::moe_layer`, that the compiler does not look into.
+"""A layer under `torch.compile`: one custom operator, `tokenyard::moe_layer`, which the compiler does not trace.
 
-What a layer does cannot be traced: it waits for other ranks, and how many rows arrive is known only then. So a
-compiled model holds the layer as one call,
+A layer cannot be traced: it waits for other ranks, and only then knows how many rows arrive. A compiled model
+therefore holds the layer as one call,
 
     y_TH = torch.ops.tokenyard.moe_layer(x_TH, routes, …, key)
 
 whose result is a fresh tensor like `x_TH`, and whose work is the layer's own `forward`. All its checks, and its
-errors, are those of an eager call. `key` is a number that finds the layer: an operator takes no objects. It is held in
-a tensor, because the compiler takes the plain numbers of a module for constants: equal blocks of a model, compiled one
-by one, would each be compiled anew, and more than eight be refused.
+errors, are those of an eager call. An operator takes no Python objects: `key` is a number by which it looks the layer
+up. The number is held in a tensor, because the compiler treats the plain numbers of a module as constants: equal blocks
+of a model, compiled one by one, would each be compiled anew, and from the ninth on the compiler would refuse.
 
 - **Order.** Every rank calls every layer, in one order. The operator is registered with an ordered effect, so the
-  compiler neither drops a call whose result nobody reads, nor merges two equal ones, nor swaps layers.
+  compiler neither drops a call whose result is not used, nor merges two equal calls, nor swaps layers.
 - **CUDA graphs** that the compiler makes (`mode="reduce-overhead"`) must leave the operator out. The tag for that,
   `cudagraph_unsafe`, is not seen on an operator with an effect; the option `custom_should_partition_ops` is.
-- **`out`.** The operator writes into nothing that it was given, so that it can be ordered and differentiated. It
-  gets `out` to check it, and the result is copied there: one copy more than an eager call makes.
-- **Gradients.** There are none, in eager calls neither. `backward` through a layer says so: it raises.
+- **`out`.** The operator mutates none of its arguments, so that it can be ordered and differentiated. It gets `out`
+  only to check it, and its result is copied into `out` afterwards: one copy more than in an eager call.
+- **Gradients.** There are none, in compiled calls or in eager ones. `backward` through a layer raises an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tokenyard.errors import HandleError, TokenyardError
 from tokenyard.layer.sender import Batch
 from tokenyard.routing import Routes
 
-# A layer that is gone leaves no entry.
+# The layers by their keys. The references are weak: a layer that is freed leaves no entry.
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _keys = itertools.count(1)
 
@@ -43,7 +43,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def outside_of_the_graph(unreduced: Method) -> Method:
-    """`unreduced`, which a compiled model calls between two graphs."""
+    """Wrap a method so that `torch.compile` breaks the graph and calls it eagerly, between two graphs."""
 
     @wraps(unreduced)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -57,7 +57,7 @@ def outside_of_the_graph(unreduced: Method) -> Method:
 
 
 def register(layer: nn.Module) -> Tensor:
-    """The key by which the operator finds a layer, for as long as the layer lives."""
+    """Register a layer for the operator; return the key by which it is found, for as long as the layer lives."""
     number = next(_keys)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
@@ -71,12 +71,13 @@ def call_operator(
     out: Tensor | None,
     add: Tensor | None,
 ) -> Tensor:
-    """The operator's call, as it stands in the graph."""
+    """Call the operator for a layer, with tensors and plain values only: this call stands in the compiled graph."""
     ids_or_logits, weights_TK, scaled_by = routes_or_logits, None, 1.0
     if isinstance(routes_or_logits, Routes):
         ids_or_logits, weights_TK = routes_or_logits.topk_ids_TK, routes_or_logits.topk_weights_TK
         scaled_by = routes_or_logits.scaled_by
-    # Parameters of shared experts are no arguments of `forward`. Gradients would miss them without a word.
+    # Parameters of shared experts are not arguments of `forward`. The operator takes them as arguments, or `backward`
+    # would silently leave their gradients out.
     trained = [p for p in layer.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
     y_TH = torch.ops.tokenyard.moe_layer(
         x_TH,
@@ -122,7 +123,7 @@ def moe_layer(
     trained: Sequence[Tensor],
     key: Tensor,
 ) -> Tensor:
-    """The layer's `forward`. Ids come with their weights, logits with none; `out` is checked, not written."""
+    """Call the layer's `forward`. Without `topk_weights_TK`, `ids_or_logits` holds logits; `out` is only checked."""
     routes_or_logits: Routes | Tensor = ids_or_logits
     if topk_weights_TK is not None:
         routes_or_logits = Routes(
@@ -141,7 +142,7 @@ def moe_layer(
 @moe_layer.register_fake
 def _(x_TH: Tensor, *others: Any) -> Tensor:
     out = others[6]
-    # An `out` that does not fit is found when the layer runs, which tells the other ranks.
+    # A wrong `out` is not an error here: the layer itself raises it when it runs, on all ranks.
     like = x_TH if out is None else out
     return like.new_empty(like.shape)
 
@@ -150,13 +151,13 @@ moe_layer.register_effect(EffectType.ORDERED)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------
-# Experts are for inference: gradients through them do not exist, and are not silently zero.
+# Experts are for inference only. Asking for gradients through them raises, in place of giving zeros silently.
 
 
 def without_gradient(
     y_TH: Tensor, inputs: Iterable[Tensor | None], error: Callable[[], TokenyardError]
 ) -> Tensor:
-    """`y_TH`, computed without gradients: where one of its inputs wants one, `backward` raises this error."""
+    """`y_TH`, which was computed without gradients. If one of its inputs requires one, `backward` raises this error."""
     if not torch.is_grad_enabled():
         return y_TH
     wanting = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
@@ -180,7 +181,7 @@ def refuse_gradients(layer: Any, y_TH: Tensor, batch: Batch) -> Tensor:
         return y_TH
     routed = batch.routes_or_logits
     routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
-    # Looked at only where gradients are made.
+    # A lazy chain: the parameters are visited only if gradients are enabled.
     inputs = itertools.chain((batch.x_TH, routed, batch.add), layer.parameters())
     return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
@@ -196,7 +197,7 @@ def _no_gradient(layer: str) -> HandleError:
 
 @torch.library.custom_op("tokenyard::moe_layer_backward", mutates_args=())
 def moe_layer_backward(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) -> Tensor:
-    """The gradient of an input, which does not exist. Compilers trace `backward` unasked, so only a call raises."""
+    """Raise: there is no gradient. Being an operator, it raises when `backward` runs, not when a compiler traces it."""
     raise _no_gradient(_layer(key).name)
 
 

@@ -1,4 +1,4 @@
-"""The call that ends a graph of `torch.compile`. Importing this loads the compiler."""
+"""The call that breaks a graph of `torch.compile`. Importing this module loads the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch in parts that take turns: while the experts compute one part, the rows or the results of another travel."""
+"""`overlapped`: a batch in parts. While the experts compute one part, the rows or the results of another travel."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def overlapped(
     out: Tensor | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
-    """What a layer makes of a batch that is cut into parts, which overlap. Every rank cuts into as many.
+    """Call a layer on a batch in parts: one part is computed while others travel. `parts` is the same on all ranks.
 
-    The result has the bits of the parts alone, `layer(part)` one after the other. The plan must have been made with
-    `in_flight=parts` or more. A rank with fewer tokens than parts brings empty ones. Each part may have `max_tokens`.
+    The result is bitwise that of `layer(part)` for one part after the other. The plan must have been made with
+    `in_flight=parts` or more. On a rank with fewer tokens than parts, some parts are empty. Each part may have up to
+    `max_tokens` tokens.
 
     >>> import torch
     >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, overlapped, plan
@@ -67,7 +68,7 @@ def overlapped(
 
 
 def _check_parts(layer: MoELayer, parts: int) -> None:
-    """Raise unless so many parts may be in flight. All ranks have the same plan, and raise alike."""
+    """Raise unless the plan allows this many parts in flight. All ranks have the same plan, and raise together."""
     most = layer.plan.draft.in_flight
     if not isinstance(parts, int) or parts < 1:
         raise InputError(
@@ -88,7 +89,7 @@ def _check_parts(layer: MoELayer, parts: int) -> None:
 
 
 def _check_rows(layer: MoELayer, given: Mapping[str, Any]) -> None:
-    """Raise, and tell the other ranks, unless all that was given has a row for each token."""
+    """Raise on all ranks unless every given tensor is a matrix with a row for each token."""
     num_tokens = len(given["x_TH"]) if is_matrix(given["x_TH"]) else None
     for name, value in given.items():
         parts = [value.topk_ids_TK, value.topk_weights_TK] if isinstance(value, Routes) else [value]
@@ -105,7 +106,7 @@ def _check_rows(layer: MoELayer, given: Mapping[str, Any]) -> None:
 
 
 def _bounds(num_tokens: int, parts: int) -> list[tuple[int, int]]:
-    """Where each part begins and ends: they differ by one token at most, and the first ones are longer.
+    """The first token of each part, and the one behind its last. The lengths of parts differ by at most one token.
 
     >>> _bounds(5, 2), _bounds(1, 2)
     ([(0, 3), (3, 5)], [(0, 1), (1, 1)])

@@ -1,4 +1,4 @@
-"""The way of a token, on one page.
+"""`MoELayer`: the steps that take a batch of tokens through router, dispatch, experts and combine.
 
 x_TH ── router ──► routes
   │                  │
@@ -35,10 +35,11 @@ from tokenyard.rows import ExpertResult, RankRows
 
 
 class MoELayer(nn.Module):
-    """One layer of a plan, on this rank. Every rank of the group calls it, an idle one with T = 0.
+    """One layer of a plan, on this rank. Every rank of the group calls it, a rank without tokens with T = 0.
 
     `weights` are those of this rank's experts: `all_weights.select(plan.local_experts(name))`. They are
-    copied, or with `adopt=True` taken over. `shared` experts run on this rank's own tokens, and are added once.
+    copied, or with `adopt=True` used without a copy. `shared` experts run on this rank's own tokens, and their output
+    is added once.
     """
 
     plan: Plan  # the plan that all ranks agreed on
@@ -46,7 +47,7 @@ class MoELayer(nn.Module):
     shared: Callable[[Tensor], Tensor] | None  # the shared experts, if there are any
     experts: Experts  # the experts of this rank, with their weights
     slots: ExpertSlots  # where the weights of each expert stand; some slots may be spare
-    key: Tensor  # the number by which a compiled model finds the layer
+    key: Tensor  # the number by which the operator in a compiled model finds the layer
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class MoELayer(nn.Module):
 
     @property
     def wiring(self) -> Wiring:
-        """The layer's wiring, as the plan has it now: a plan may grow, or go on without a rank."""
+        """The layer's present wiring: it changes when the plan grows, or goes on without a rank."""
         wiring = self.plan.wiring(self.name)
         if wiring is not self._wiring:
             check_fits(wiring, self.plan.group.rank, self._built_for)
@@ -79,7 +80,10 @@ class MoELayer(nn.Module):
         return wiring
 
     def switch(self, wiring: Wiring, came: dict[int, int]) -> None:
-        """Serve another placement; some experts came, into these slots. `plan.rebalance` calls it on all ranks."""
+        """Use another placement from now on; `came` maps each expert that was copied to this rank to its slot.
+
+        `plan.rebalance` calls this on all ranks.
+        """
         rank, placement = self.plan.group.rank, wiring.exchange_spec.placement
         self.slots.switch(placement.local_experts(rank), came)
         self._slot_of_L = self.slots.lookup(self.plan.group.device, self._slot_of_L)
@@ -96,7 +100,7 @@ class MoELayer(nn.Module):
         out: Tensor | None = None,
         add: Tensor | None = None,
     ) -> Tensor:
-        """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
+        """Send tokens to their experts, and return the sum of the results, plus `add` if given, in `out` if given."""
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
         batch = Batch(x_TH, routes_or_logits, payloads, out, add)
@@ -124,11 +128,11 @@ class MoELayer(nn.Module):
             return refuse_gradients(self, y_TH, batch)
 
     def take_part(self) -> None:
-        """Serve a call of the other ranks, without rows of this one."""
+        """Take part in a call that the other ranks make, without tokens of this rank."""
         self._call(self.no_tokens())
 
     def no_tokens(self) -> Batch:
-        """What a rank brings that has no tokens."""
+        """The batch of a rank that has no tokens."""
         spec, device = self.wiring.spec, self.plan.group.device
         ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64, device=device)
         scaling = self.wiring.exchange_spec.routed_scaling
@@ -148,9 +152,9 @@ class MoELayer(nn.Module):
         out: Tensor | None = None,
         add: Tensor | None = None,
     ) -> PendingBatch:
-        """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest.
+        """Send tokens to their experts, and return while they travel. `finish` of the returned object does the rest.
 
-        Where calls survive a loss, rows and routes must stay as they are until then: they may be sent again.
+        In a plan with `survive=True`, do not change rows and routes before `finish` returns: they may be sent again.
         """
         batch = Batch(x_TH, routes_or_logits, payloads, out, add)
         finish = partial(refuse_gradients, self, batch=batch)
@@ -174,7 +178,7 @@ class MoELayer(nn.Module):
         batch: Batch,
         shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
     ) -> None:
-        """Send rows out, and say what is done with those that come. Shared experts run while rows travel."""
+        """Send rows out, run the shared experts while they travel, and set the trip's next step, `trip.advance`."""
         run = self._send(trip, batch)
         terms: list[Tensor | Background[Tensor]] = [] if batch.add is None else [batch.add]
         if shared is not None:
@@ -185,7 +189,7 @@ class MoELayer(nn.Module):
     def unreduced(
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
-        """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
+        """Do what `forward` does up to the sum over ranks, which is left to the caller (`reduce_ranks="caller"`)."""
         self.plan.between_calls(self.name)
         with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
             run = self._send(trip, Batch(x_TH, routes_or_logits, payloads))
@@ -196,7 +200,7 @@ class MoELayer(nn.Module):
             return RankRows.joined(passes)
 
     def _send(self, trip: RoundTrip, batch: Batch) -> Callable[[], ExpertResult]:
-        """Send rows out; return what waits for those that come in the same dispatch, and runs the experts on them."""
+        """Send rows out; return a function that waits for the rows of this dispatch and runs the experts on them."""
         wiring, x_TH, routes_or_logits = self._wiring, batch.x_TH, batch.routes_or_logits
         audit = Audit(wiring)
 
@@ -220,7 +224,7 @@ def _advance(
     out: Tensor | None,
     terms: Sequence[Tensor | Background[Tensor]],
 ) -> None:
-    """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
+    """Run the experts on the received rows, start the combine, and start the next pass if the batch has more."""
     trip.start_combine(run(), out=out, add=terms)
     if trip.owes_dispatch:  # of the next pass
         trip.start_next()

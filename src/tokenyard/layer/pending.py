@@ -1,11 +1,11 @@
-"""A batch that a layer was started on: rows travel while the caller computes; `finish` brings the results home.
+"""A batch that `layer.start` has sent: its rows travel while the caller computes, and `finish` returns the output.
 
     start ── rows travel ──► compute ── results travel ──► finish
              shared experts  experts
              run
 
-One phase travels at a time: whatever is started next first waits for it. So two batches take turns: while the experts
-compute one, the rows or the results of the other travel (`overlapped`).
+Only one phase travels at a time: starting the next one first waits for the one before. Two batches can therefore take
+turns: while the experts compute one, the rows or the results of the other travel (`overlapped`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class PendingBatch:
-    """What `layer.start` returns. It is finished once, in the order of the starts; a dropped one is an error."""
+    """What `layer.start` returns. Each must be finished once, in the order of the starts; dropping one is an error."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PendingBatch:
         self._surviving(lambda trip: None)
 
     def _surviving(self, step: Callable[[RoundTrip], Result]) -> Result:
-        """Take a step of the batch. Where a rank is lost, and calls survive that, its rows are sent again first."""
+        """Run a step of the batch. After a loss that the plan survives, send the rows again and repeat the step."""
         while True:
             try:
                 self._trip = self._trip or self._start()
@@ -51,10 +51,10 @@ class PendingBatch:
                 self._trip = None
 
     def compute(self) -> None:
-        """Wait for the rows that came to this rank, run its experts on them, and send the results back.
+        """Wait for the rows that this rank receives, run its experts on them, and start sending the results back.
 
-        `finish` does so where it was not done before. What is done between the two calls is done while results travel.
-        Of a batch that goes in several passes, all of them are made.
+        What the caller does between `compute` and `finish` overlaps with the results on their way. Without a call of
+        `compute`, `finish` does this work itself. If the batch goes in several passes, all of them are made here.
         """
         self._surviving(partial(self._compute, ahead=True))
 
@@ -69,7 +69,7 @@ class PendingBatch:
                 ready.advance()
 
     def finish(self) -> Tensor:
-        """Wait until the results are home, and return their sum, as `layer(x_TH, routes)` does."""
+        """Wait for the results of this rank's tokens, and return their sum, as `layer(x_TH, routes)` does."""
         layer = self._layer
         if self._is_finished:
             raise HandleError(
@@ -94,6 +94,7 @@ class PendingBatch:
         return y_TH
 
     def __del__(self) -> None:
-        # Nobody can be told from here: this may run at any time, in any thread. The next call of the plan does it.
+        # The other ranks cannot be told from here: this may run at any time, in any thread. The next call of the plan
+        # raises the error on all ranks.
         if self._trip is not None:
             self._trip.is_dropped = not self._is_finished

@@ -31,17 +31,17 @@ from tokenyard.rows import (
     describe,
 )
 
-# What experts are built for: what they compute, and the global ids of those whose weights they have.
+# What experts are built for: the spec of what they compute, and the global ids of the experts whose weights they have.
 BuiltFor = tuple[ExpertsSpec, tuple[int, ...]]
 
 
 def built_for(wiring: Wiring, rank: int) -> BuiltFor:
-    """What this rank's experts of a layer have to be."""
+    """The spec that a rank's experts of a layer must fit, and the global ids of these experts."""
     return wiring.experts_spec(rank), wiring.exchange_spec.placement.local_experts(rank)
 
 
 def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: bool) -> Experts:
-    """This rank's experts of a layer, with their weights checked."""
+    """Check the weights of this rank's experts of a layer, and build the experts with them."""
     spec, owned = built_for(wiring, rank)
     try:
         if not isinstance(weights, ExpertWeights):
@@ -76,7 +76,7 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
 
 
 def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
-    """Raise if the plan has given the layer's name to one that the experts were not built for."""
+    """Raise if the plan now has another layer of this name, for which these experts were not built."""
     if known != built_for(wiring, rank):
         raise HandleError(
             "the plan has another layer of this name now, with other experts on this rank",
@@ -90,13 +90,13 @@ def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
 def run_experts(
     wiring: Wiring, experts: Experts, received: ReceivedRows, slot_of_L: Tensor | None = None
 ) -> ExpertResult:
-    """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver.
+    """Run the experts on the received rows, and do the duties that the wiring gives to the receiver.
 
-    `slot_of_L` says where the weights of each local expert stand, where they were moved.
+    `slot_of_L` is the slot of each local expert in the weights; None if local expert l is in slot l.
     """
     with acting(Party.RECEIVER):
         if slot_of_L is not None and isinstance(received.routes, LocalRoutes):
-            # Where a dispatch has failed, a GPU may find any numbers there.
+            # After a dispatch that failed on a GPU, the ids may be arbitrary numbers: keep them in range.
             ids_RK = slot_of_L[received.routes.ids_RK.clamp(-1, len(slot_of_L) - 1)]
             routes = dataclasses.replace(received.routes, ids_RK=ids_RK, renumbered=received.routes)
             received = dataclasses.replace(received, routes=routes)
@@ -113,7 +113,7 @@ def run_experts(
 
 
 def _with_place(received: ReceivedRows) -> ReceivedRows:
-    """The same rows for experts that write results where they are read, if that is better than to return them."""
+    """The same rows with `place` set, so that experts write their results there; not on GPUs, nor in paranoid plans."""
     results = received.results
     if results is None or results.is_watched or not results.rows_SH.is_cpu:
         return received
@@ -122,11 +122,11 @@ def _with_place(received: ReceivedRows) -> ReceivedRows:
 
 @dataclasses.dataclass(frozen=True)
 class LocalIds:
-    """Global expert ids → the local ones of a rank (-1: elsewhere), for rows in (source rank, token) order."""
+    """Maps global expert ids to a rank's local ids (-1: on another rank), for rows in (source rank, token) order."""
 
     placement: Placement
     rank: int
-    slot_of_L: Tensor | None = None  # where the weights of each local expert stand, where they were moved
+    slot_of_L: Tensor | None = None  # the slot of each local expert in the weights; None: its local id
 
     def __call__(self, topk_ids_RK: Tensor, counts_W: tuple[int, ...]) -> Tensor:
         parts = []

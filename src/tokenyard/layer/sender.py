@@ -1,4 +1,4 @@
-"""What a layer does on the way out: it checks the rows, finds their routes, and lets shared experts run beside."""
+"""What a layer does before and during dispatch: check the rows, make their routes, and call the shared experts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
 
 
 def check_shared(wiring: Wiring, shared: object) -> None:
-    """Raise where shared experts are given to a layer whose sum is not made here."""
+    """Raise if shared experts are given to a layer whose results the caller sums: nothing could add theirs."""
     if shared is not None and not wiring.exchange_spec.reduces_ranks:
         raise InputError(
             "shared experts were given to a layer whose results come home unreduced",
@@ -52,7 +52,7 @@ def check_shared(wiring: Wiring, shared: object) -> None:
 
 
 def route(wiring: Wiring, routes_or_logits: Routes | Tensor) -> Routes | RoutingLogits:
-    """Routes as they are, or the layer's router applied to logits, or logits for experts that route."""
+    """What travels with the rows: the given routes, those that the router makes of logits, or the logits themselves."""
     if isinstance(routes_or_logits, Routes):
         return routes_or_logits
     if not isinstance(routes_or_logits, Tensor):
@@ -73,12 +73,11 @@ def route(wiring: Wiring, routes_or_logits: Routes | Tensor) -> Routes | Routing
 
 
 class SharedExpertsCall:
-    """Shared experts that are called once, and have ended at the end of this context, whatever was raised in it.
+    """One call of the shared experts, which overlaps with the round trip and has ended when this context is left.
 
-    They run while rows travel out, and while results travel back. Where ranks are on several hosts, most of a round
-    trip is a wait for its links, and they run in a thread of their own: the layer goes on beside them, and waits for
-    them before it sums. Elsewhere a round trip is work of the same cores, and they run where they are called, between
-    the start of the dispatch and its end.
+    Where CPU ranks are on several hosts, a round trip mostly waits for network links. The shared experts then run in a
+    thread of their own: the layer goes on meanwhile, and waits for them before it sums. Elsewhere the round trip uses
+    the same cores, and the shared experts run in the calling thread, between the start and the end of the dispatch.
     """
 
     def __init__(self, shared: Callable[[Tensor], Tensor], group: Group, layer: str) -> None:

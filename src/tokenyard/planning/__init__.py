@@ -1,5 +1,5 @@
-"""What a layer is, who does what, and what all ranks agree on before the first token.
+"""Planning: the spec of a layer, its wiring, and the plan that all ranks agree on before the first token.
 
-`spec` is what a user asks for, `wiring` assigns every duty of a layer to one party, `drafting` makes a plan of all
-layers without a group, `planner` agrees on it with the other ranks. `audit` counts duties in a paranoid plan.
+`spec` is what a user asks for, `wiring` assigns every duty of a layer to one party, `drafting` wires all layers
+without a group, `planner` agrees on that draft with the other ranks. `audit` counts duties in a paranoid plan.
 """

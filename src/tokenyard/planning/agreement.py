@@ -23,12 +23,12 @@ _log = logging.getLogger("tokenyard")
 
 
 def make_plan_id(agreed: Draft, number: int) -> int:
-    """The same on all ranks, and different for each plan of a group."""
+    """A number for a plan: the same on all ranks, and different for each plan of a group."""
     return (agreed.fingerprint() + number) & (2**63 - 1)
 
 
 def agree_on_draft(group: Group, make: Callable[[], Draft], *, survive: bool = False) -> tuple[Draft, int]:
-    """Make a draft on every rank and compare: one that all ranks made, or an error on every rank."""
+    """Make a draft on every rank and compare them; return the draft and the plan's number, or raise on all ranks."""
     drafted: Draft | None = None
     error: Exception | None = None
     fields: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def agree_on_draft(group: Group, make: Callable[[], Draft], *, survive: bool = F
         "error": f"{type(error).__name__}: {error}" if error else None,
         "fields": fields,
     }
-    # A rank of another version may report other things.
+    # A rank that runs another version of tokenyard may leave out some of these keys.
     by_rank = [
         {"host": "", "version": None, "torch": None, "error": None, "fields": {}} | other
         for other in group.gather_json(report, phase="agreement on the plan")
@@ -57,7 +57,7 @@ def agree_on_draft(group: Group, make: Callable[[], Draft], *, survive: bool = F
     for rank, other in enumerate(by_rank):
         if other["error"] is not None:
             raise PeerFailed(rank, other["error"], phase="plan", rank=group.rank)
-    # Another tokenyard may move or round rows otherwise. Another torch computes the same up to rounding.
+    # Another version of tokenyard may move or round rows differently: an error. Another torch differs only in rounding.
     differences = _differences(["version"], [{"version": other["version"]} for other in by_rank])
     differences |= _differences(fields, [other["fields"] for other in by_rank])
     if differences:
@@ -71,15 +71,15 @@ def agree_on_draft(group: Group, make: Callable[[], Draft], *, survive: bool = F
 
 
 def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
-    """A draft whose exchange reaches all ranks, and can be watched if it must; or all ranks raise the same.
+    """The draft, if its exchange reaches all ranks, and can be checked in a paranoid plan; else all ranks raise.
 
-    Where the exchange was not named, another one is taken if need be.
+    If the exchange was chosen by `auto`, another one may be chosen here.
     """
     exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
 
     def refusal(exchange: type[Transport]) -> Reason | None:
         reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
-        # The class that does the work on this group's devices may support less.
+        # The transport class for this group's kind of device may support less than the class that was named.
         used = exchange.on(group.device)
         if reason is None and drafted.sms is not None and not used.limits_sms:
             why = f"{used.name} on {group.device.type} launches no kernels whose multiprocessors could be bounded"
@@ -120,7 +120,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
 
 
 def _differences(first: Iterable[str], by_rank: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
-    """The fields that differ, some first, with every rank's value. A field that a rank lacks is None there."""
+    """The fields that differ, those in `first` first, with every rank's value: None, if a rank lacks the field."""
     names = dict.fromkeys([*first, *(name for fields in by_rank for name in fields)])
     values = {name: {rank: fields.get(name) for rank, fields in enumerate(by_rank)} for name in names}
     return {

@@ -1,7 +1,7 @@
-"""Changes that make a layer fit which cannot be wired: each was tried.
+"""Alternatives: changes with which a layer that cannot be wired would fit. Each was tried.
 
-They are changes of one field of its spec, or of the exchange, or if none helps of two. The values to try come from the
-registries, so that a new format or exchange is offered without a change here.
+An alternative changes one field of the layer's spec, or the exchange; if no single change helps, it changes two. The
+values to try come from the registries, so that a new format or exchange is offered without a change here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def apply_alternative(
     return [replace(spec, **changes) if spec.name == layer else spec for spec in layers], exchange
 
 
-# The fields of a spec that may be changed to make a layer fit, and the values to try, by asking the registries.
+# The fields of a spec that may be changed to make a layer fit, and the values to try, from the registries.
 def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
     wires: list[Any] = list(formats.FORMATS)
     return {
@@ -70,7 +70,7 @@ def alternatives(
 ) -> list[Alternative]:
     """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first.
 
-    `wire(spec, index=…, exchange=…)` tries one.
+    `wire(spec, index=…, exchange=…)` tries to wire a changed layer.
     """
     spec = layers[index]
     candidates = _candidates(spec)
@@ -87,7 +87,7 @@ def alternatives(
     tables: dict[tuple[str, int], Placement] = {}
 
     def with_table(spec: LayerSpec) -> LayerSpec:
-        """The layer with the table that its placement's name stands for: made once, not in each of a thousand tries."""
+        """The layer with its named placement replaced by the table. Each table is made once, for all of 1,000 tries."""
         if not (
             isinstance(spec.placement, str) and spec.placement in PLACEMENTS and check_spec(spec) is None
         ):
@@ -99,7 +99,7 @@ def alternatives(
 
     def fits(changes: dict[str, Any]) -> bool:
         changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
-        # A change of the exchange must not take it away from another layer.
+        # All layers share one exchange: a change of it must fit the other layers, too.
         others = range(len(layers)) if "exchange" in changes else (index,)
         used = resolve_exchange(name) if "exchange" in changes else exchange
         wired = (wire(with_table(changed[i]), index=i, exchange=used) for i in others)

@@ -1,8 +1,8 @@
-"""The audit of a round trip: what was done on its way, by whom, compared with what the wiring says.
+"""The audit of a round trip: compares the duties that each party did with those that the wiring gives it.
 
-A paranoid plan opens a ledger for each batch (`tokenyard.duties`). When the experts are done, the ledger must hold all
-duties up to then, for all rows that need them, done by the party that the wiring names, and by no other. What
-the exchange sums at home, it checks itself.
+A paranoid plan opens a ledger for each batch (`tokenyard.duties`). After the experts have run, the ledger must show
+that each duty up to then was done by the party that the wiring names, by no other, and on all rows that need it. The
+sums that the exchange makes at home are checked by the exchange.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def settle(wiring: Wiring, ledger: Ledger, dues: Mapping[Duty, int | None]) -> N
 
 def _fits(wiring: Wiring, party: Party, done: dict[Party, int], due: int | None) -> bool:
     if party is Party.EXPERTS and not done and not wiring.experts.counts_duties:
-        return True  # such a kernel does not count what it does; the type of its result says it
+        return True  # such a kernel does not record its duties; the type of its result says what it did
     if due is None:
         return set(done) <= {party}
     return done == ({party: due} if due else {})
@@ -43,7 +43,7 @@ def _fits(wiring: Wiring, party: Party, done: dict[Party, int], due: int | None)
 def _due(
     wiring: Wiring, duty: Duty, party: Party, num_tokens: int, routes: object, received: ReceivedRows
 ) -> int | None:
-    """On how many rows (tokens, received rows, or pairs of a row and an expert) a duty is due; None: not known here."""
+    """The number of tokens, received rows or pairs on which a duty must be done; None if it is not known here."""
     if party in (Party.NOBODY, Party.CALLER, Party.EXCHANGE):  # the exchange has not summed yet
         return 0
     if duty is Duty.ROUTED_SCALING:
@@ -65,19 +65,19 @@ def _told(done: dict[Party, int]) -> str:
 
 
 class Audit:
-    """What is done for one batch of a paranoid plan, recorded part by part, and compared with the wiring at the end."""
+    """Records the duties that are done for one batch of a paranoid plan, and compares them with the wiring."""
 
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
         self._ledger = Ledger() if wiring.exchange_spec.checksummed else None
-        self._dues: dict[Duty, int | None] = {}  # after the first pass: on how many rows each duty was due
+        self._dues: dict[Duty, int | None] = {}  # rows on which each duty was due, in all passes so far
 
     def recording(self) -> AbstractContextManager[object]:
-        """Record what is done inside, where the plan is paranoid."""
+        """Record the duties that are done inside the block, if the plan is paranoid."""
         return NO_CONTEXT if self._ledger is None else self._ledger.open()
 
     def settle(self, num_tokens: int, routes_or_logits: Routes | Tensor, received: ReceivedRows) -> None:
-        """Raise unless each duty up to the experts' was done as the wiring says. Called in each pass of the batch."""
+        """Raise unless each duty up to the end of the experts was done as the wiring says. Called in each pass."""
         if self._ledger is None:
             return
         tokens = 0 if self._dues else num_tokens  # the sender does its duties once, for all passes

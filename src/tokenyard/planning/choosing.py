@@ -1,8 +1,8 @@
-"""`auto`: the fastest experts and the fastest exchange that can do the work, and why they were chosen.
+"""`auto`: choose the fastest experts and the fastest exchange that support a layer, and say why they were chosen.
 
 Experts: `fused` on GPUs that run them, `grouped` elsewhere. Exchange: `local` where one CPU rank has all experts,
 `one_sided` where the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches
-all of them. What does not support a layer is passed over.
+all of them. An exchange that does not support one of the layers is skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BY_SPEED = ("one_sided", "hierarchical", "two_sided", "allgather")
 
 
 def choose_experts(spec: ExpertsSpec, device: torch.device | None) -> tuple[type[Experts], str]:
-    """The experts for a layer whose rows live on this device, and why. None: a CPU is assumed."""
+    """The experts for a layer whose rows live on this device, and why. For device None, a CPU is assumed."""
     if device is None or device.type == "cpu":
         return EXPERTS["grouped"], "on CPUs"
     refused = EXPERTS["fused"].runs_on(device) or EXPERTS["fused"].supports(spec)
@@ -37,9 +37,10 @@ def choose_exchange(
     *,
     why: str = "the ranks share memory",
 ) -> tuple[type[Transport], str]:
-    """The fastest exchange that is not refused, and why. Where all are, the fastest: its error says more.
+    """The fastest exchange that `refusal` does not refuse, and why it was chosen.
 
-    `device` is where the rows of the `world` ranks live. None: a CPU is assumed.
+    If all are refused, it is the fastest one, whose refusal then becomes the error of the plan. `device` is where the
+    rows of the `world` ranks live; for None, a CPU is assumed. `why` is the reason if the first one is not refused.
     """
     on_cpu = device is None or device.type == "cpu"
     if world == 1 and on_cpu and refusal(LocalTransport) is None:

@@ -1,4 +1,4 @@
-"""What a draft says of its layers: in words for people, in plain values for tables and JSON."""
+"""The description of a draft's layers: as text for `print(plan)`, and as plain values for tables and JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.planning.wiring import Wiring
 from tokenyard.units import count, size, span
 
-# Links between hosts that a plan writes out: those of three hosts.
+# The most links between hosts that `print(plan)` shows one by one: those between three hosts.
 _MOST_LINKS = 6
 
 
 def describe_wiring(wiring: Wiring, nbytes: LayerBytes) -> dict[str, Any]:
-    """A layer's shape, formats, duties and bytes, without its name: layers that are alike have the same."""
+    """A layer's shape, formats, duties and bytes, without its name, so that layers that are alike have the same."""
     spec = wiring.spec
     return {
         "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
@@ -39,7 +39,7 @@ def describe_wiring(wiring: Wiring, nbytes: LayerBytes) -> dict[str, Any]:
 
 
 def lines_of_row(row: dict[str, Any]) -> list[str]:
-    """The lines that `print(plan)` shows of layers with one description."""
+    """The lines that `print(plan)` shows for all layers that share one description."""
     duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
     per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
     lines = [
@@ -68,14 +68,14 @@ def lines_of_row(row: dict[str, Any]) -> list[str]:
 
 
 def chosen(reason: str | None) -> str:
-    """Why something was chosen, in brackets; nothing where it was named."""
+    """The reason why `auto` chose an exchange or experts, in parentheses; empty if the user named them."""
     return "" if reason is None else f" (auto: {reason})"
 
 
 def links(spec: ExchangeSpec) -> list[dict[str, int]]:
-    """What crosses from each host to each other one in a call of a layer, at most: a row for each token.
+    """The most rows and bytes that cross from each host to each other one in a call of a layer: a row for each token.
 
-    Bytes are those of rows, `dispatch` out and `combine` back. Nothing where hosts are not known.
+    Bytes are those of rows, `dispatch` out and `combine` back. The list is empty if hosts are not known.
     """
     if not spec.hosts:
         return []
@@ -110,7 +110,7 @@ def ranks_per_token(spec: ExchangeSpec) -> float:
     1.04
     """
     placement, experts = spec.placement, spec.num_experts
-    # Of a replicated expert each copy has its share; one on the source rank has all of it.
+    # The copies of an expert share its tokens equally; but a copy on the source rank takes all tokens of that rank.
     shares = [[0.0] * placement.world for _ in range(placement.world if placement.has_replicas else 1)]
     for source, shares_W in enumerate(shares):
         for expert in range(experts):
@@ -121,12 +121,12 @@ def ranks_per_token(spec: ExchangeSpec) -> float:
     chosen = min(spec.top_k, experts)
 
     def met(share: float) -> float:
-        """The probability that one of the choices is among so many experts, a part of one counted as such."""
+        """The probability that a token chooses at least one of `share` experts, which may be a fraction."""
         return 1 - prod(max(0.0, 1 - share / (experts - k)) for k in range(chosen))
 
     return max(1.0, sum(met(share) for shares_W in shares for share in shares_W) / len(shares))
 
 
 def _between(wiring: Wiring) -> str:
-    """The words for the format between the two products, where there is one."""
+    """The words for the inner format, between an expert's two products; empty if it is exact."""
     return "" if wiring.inner is None else f", {wiring.inner} between the products"

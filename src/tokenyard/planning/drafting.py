@@ -1,7 +1,7 @@
 """Drafts: what a plan would be, for any number of ranks, before any of them has agreed to it.
 
-`draft` resolves every layer's wiring. A layer that cannot be wired is a `PlanError` with changes that make it fit
-(`alternatives`).
+`draft` resolves every layer's wiring. If a layer cannot be wired, it raises a `PlanError` with changes that make the
+layer fit (`alternatives`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tokenyard.version import PROTOCOL
 EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
 # Makes every plan in this process paranoid.
 PARANOID_VARIABLE = "TOKENYARD_PARANOID"
-# Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
+# The largest `in_flight`. A plain call of a layer needs 1, two overlapped micro-batches need 2.
 _MOST_IN_FLIGHT = 1024
-# Multiprocessors of a GPU: more than any has.
+# The largest `sms`: more multiprocessors than any GPU has.
 _MOST_SMS = 1024
-# Bytes: what a process of a 64-bit machine can address.
+# The most bytes of a workspace: what a process of a 64-bit machine can address.
 _LARGEST_WORKSPACE = 2**47
 
 
@@ -50,7 +50,7 @@ class Draft:
     in_flight: int  # dispatches that may wait for their combine at a time
     wirings: tuple[Wiring, ...]  # the wiring of every layer, in the order of the specs
     paranoid: bool = False  # whether the plan checks rows, regions and duties while its layers run
-    # Whether a token's other weights make up for experts that were lost with their ranks.
+    # Whether a token's other weights are raised to make up for experts that were lost with their ranks.
     renormalize_dropped: bool = False
     # The most rows that a rank receives in one pass of a batch; None: all that may come.
     max_rows: int | None = None
@@ -59,7 +59,7 @@ class Draft:
     exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
 
     def on_hosts(self, hosts: tuple[int, ...]) -> Draft:
-        """The same for ranks on these hosts, by rank, in an exchange that sums inside each host first."""
+        """The same draft with the host of each rank, for an exchange that sums inside each host first."""
         wirings = [
             replace(wiring, exchange_spec=replace(wiring.exchange_spec, hosts=hosts))
             for wiring in self.wirings
@@ -68,12 +68,12 @@ class Draft:
 
     @property
     def specs(self) -> list[LayerSpec]:
-        """The layers, each with the limit of tokens that it was planned with."""
+        """The specs of all layers, each with the `max_tokens` that it was planned with."""
         return [replace(wiring.spec, max_tokens=wiring.exchange_spec.max_tokens) for wiring in self.wirings]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `plan` was told beside layers and exchange, as plain values: it is kept where a plan changes."""
+        """The arguments of `plan` other than layers and exchange, as plain values: a plan that changes keeps them."""
         names = ("in_flight", "max_rows", "sms", "paranoid", "renormalize_dropped")
         return {name: getattr(self, name) for name in names}
 
@@ -89,12 +89,12 @@ class Draft:
 
     @property
     def workspace_bytes(self) -> int:
-        """What one rank holds at most for rows in flight, whichever layer is running."""
+        """The most bytes that one rank holds for rows in flight, whichever layer is running."""
         return (self.dispatch_bytes + self.combine_bytes) * self.in_flight
 
     @property
     def scratch_bytes(self) -> int:
-        """What the experts of one rank may take during a call for weights in another form, whichever layer it is."""
+        """The most bytes that the experts of a rank use in a call for converted weights, whichever layer is running."""
         ranks = range(self.world)
         return max(
             wiring.experts.scratch_bytes(wiring.experts_spec(rank))
@@ -103,7 +103,7 @@ class Draft:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Plain values, flat, by name: what ranks compare."""
+        """All that ranks compare, as plain values in one flat dictionary."""
         flat: dict[str, Any] = {
             "protocol": PROTOCOL,
             "world": self.world,
@@ -166,8 +166,8 @@ def draft(
 ) -> Draft:
     """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise.
 
-    The other arguments are those of `plan`. `device` is where the rows of the ranks live; without it, whether experts
-    run there is not asked.
+    The other arguments are those of `plan`. `device` is where the rows of the ranks live; without it, it is not checked
+    whether the experts run there.
     """
     return draft_as_told(
         layers,
@@ -195,7 +195,7 @@ def draft_as_told(
     renormalize_dropped: bool = False,
     device: torch.device | None,
 ) -> Draft:
-    """`draft` without a look at the environment: an existing plan keeps the settings that it was made with."""
+    """`draft` without environment variables: an existing plan that changes keeps the settings that it was made with."""
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
     _check_max_rows(max_rows, world)
@@ -212,7 +212,7 @@ def draft_as_told(
         try:
             wired = [wired_by(exchange, index) for index in range(len(layers))]
         except TokenyardError:
-            return None  # whatever is wrong with a layer is said, by its name, when it is wired
+            return None  # the error is raised below, with the layer's name, when the layer is wired
         return next((reason for reason in wired if isinstance(reason, Reason)), None)
 
     exchange_reason = None
@@ -242,7 +242,7 @@ def draft_as_told(
                     expected="experts that take routes, where weights are to make up for lost experts",
                     fix="go on without renormalize=True",
                 )
-        except TokenyardError as error:  # that one, or an unknown name
+        except TokenyardError as error:  # the `PlanError` above, or an unknown name
             error.at(layer=spec.name)
             raise
         exchange_spec = replace(
@@ -304,7 +304,7 @@ def _check_layers(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
 
 
 def _check_counts(**counts: tuple[object, int]) -> None:
-    """Raise unless each argument is a whole number of at least 1, and at most what is given beside it."""
+    """Raise unless each argument, given as (value, most), is a whole number from 1 to `most`."""
     for name, (value, most) in counts.items():
         if not is_size(value, most=most):
             raise InputError(
@@ -315,7 +315,7 @@ def _check_counts(**counts: tuple[object, int]) -> None:
 
 
 def _check_max_rows(max_rows: object, world: int) -> None:
-    """Raise unless a bound of rows has room for one row of each rank: with less, a pass might move nothing."""
+    """Raise unless `max_rows` allows one row from each rank: with less, a pass might move nothing."""
     if max_rows is not None and not (is_size(max_rows) and cast(int, max_rows) >= world):
         raise InputError(
             f"max_rows is {shown(max_rows)}",
@@ -325,7 +325,7 @@ def _check_max_rows(max_rows: object, world: int) -> None:
 
 
 def _check_bytes(drafted: Draft) -> None:
-    """Raise where no machine could hold the rows: sizes that are each possible, but not together."""
+    """Raise if the workspace is larger than any machine's: each size may be valid, but not all of them together."""
     if drafted.workspace_bytes <= _LARGEST_WORKSPACE:
         return
     most = max(drafted.wirings, key=lambda wiring: sum(_regions(drafted.exchange, wiring)))

@@ -1,6 +1,6 @@
-"""The moves of a plan's experts that are asked for: to other placements, to fewer or more ranks, or by the load.
+"""`ExpertMoves` begins moves of experts: to given placements, to fewer or more ranks, or because the load is uneven.
 
-All ranks agree on the placements before a move begins (`move_under_way`), and at most one is under way.
+All ranks agree on the new placements before a move begins. At most one move is under way (`move_under_way`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _log = logging.getLogger("tokenyard")
 
 @dataclass(frozen=True, kw_only=True)
 class _Autobalance:
-    """When a plan looks at its load by itself."""
+    """The settings with which a plan checks its load by itself (`Plan.autobalance`)."""
 
-    every: int  # calls of layers between two looks
-    threshold: float  # the busiest rank over the mean, above which experts move
+    every: int  # calls of layers between two checks
+    threshold: float  # experts move if the load of the busiest rank, over the mean, is above this
 
 
 class ExpertMoves:
@@ -144,7 +144,7 @@ class ExpertMoves:
         return self._move_to(next_group, held, present, ways, goals, wait=wait)
 
     def _begin_resize(self, what: str, terms: object) -> dict[str, list[HeldExperts]]:
-        """Where each rank holds the experts of all layers; raise unless all ranks ask for the same. Collective."""
+        """Check that all ranks ask for one change; return, by layer, where each rank holds its experts. Collective."""
         self._check_can_resize(what)
         self.under_way.check_still(what)
         state = self._state
@@ -167,7 +167,7 @@ class ExpertMoves:
             return self._held(list(state.wirings))
 
     def _question(self) -> str:
-        """Names the change of ranks under way, alike on all ranks."""
+        """The name of the change of ranks under way, for `Group.decide`: the same on all ranks."""
         return f"plan {self._state.exchange.announcer.plan_id:x}, change {self.under_way.resizes}"
 
     def _move_to(
@@ -180,7 +180,7 @@ class ExpertMoves:
         *,
         wait: bool,
     ) -> Rebalance:
-        """Move experts, and with the last of them to the next group."""
+        """Begin a move of experts whose last switch also switches to the next group; with `wait`, wait for it."""
         move = Rebalance(
             self._state.group,
             self.under_way.carrier,
@@ -235,12 +235,12 @@ class ExpertMoves:
             self.under_way.looked = self._state.exchange.rounds
 
     def between_calls(self, layer: str) -> None:
-        """What a layer calls before each of its calls: experts that have moved are served from then on."""
+        """Switch to experts that have moved, or check the load if that is due. A layer calls this before each call."""
         move, auto = self.under_way.move, self._auto
         if move is None and auto is None:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # nothing runs yet, and what is written now would be written again in every replay
+            return  # in a capture nothing runs yet, and writes into the tables would be repeated in every replay
         if move is not None:
             self.under_way.between_calls(layer, move)
         elif (
@@ -251,7 +251,7 @@ class ExpertMoves:
             self._look(auto)
 
     def _look(self, auto: _Autobalance) -> None:
-        """Move experts if the load since the last look was uneven. What cannot be moved is said, and serves on."""
+        """Begin to move experts if the load since the last check was uneven. If that is impossible, only log it."""
         self.under_way.looked = self._state.exchange.rounds
         try:
             self.rebalance(threshold=auto.threshold, wait=False)
@@ -270,7 +270,7 @@ class ExpertMoves:
             )
 
     def _held(self, named: Sequence[str]) -> dict[str, list[HeldExperts]]:
-        """Where each rank holds the experts of a layer, by layer; one that is named must be in use on all ranks."""
+        """By layer, where each rank holds its experts. Layers in `named` must be in use on all ranks."""
         for name in named:
             self._state.wiring(name)
         return held_by_all(self._state.group, self._state.layers, named, list(self._state.wirings))
@@ -293,9 +293,9 @@ class ExpertMoves:
         ]
 
     def _balanced(self, threshold: float, slots: Mapping[str, list[int]]) -> dict[str, str | Placement]:
-        """A placement for each layer whose load is more uneven than that, from the counts of all ranks.
+        """A better placement for each layer whose imbalance is above `threshold`, from the counts of all ranks.
 
-        One slot of each rank stays free: experts of the next move come through it.
+        One slot of each rank stays free, because the next move needs it to copy experts into.
         """
         found: dict[str, str | Placement] = {}
         for name, load_E in self._state.load(reset=True).items():
@@ -314,21 +314,21 @@ class ExpertMoves:
 
 
 def _slots(held: Mapping[str, Sequence[HeldExperts]]) -> dict[str, list[int]]:
-    """By layer, the slots for experts that each rank has."""
+    """By layer, the number of slots for experts on each rank."""
     return {name: [one.slots.count for one in by_rank] for name, by_rank in held.items()}
 
 
 def _ways(
     present: Mapping[str, Placement], goals: Mapping[str, Placement], slots: Mapping[str, list[int]]
 ) -> dict[str, list[Placement]]:
-    """The steps of each layer whose placement changes."""
+    """The steps of placements, from the present one to the goal, for each layer whose placement changes."""
     return {
         name: steps(present[name], goal, slots[name]) for name, goal in goals.items() if goal != present[name]
     }
 
 
 def _together(ways: Mapping[str, Sequence[Placement]]) -> list[dict[str, Placement]]:
-    """The steps of several layers, each with the layers that switch in it."""
+    """The steps of several layers together: step n has the n-th placement of each layer that has so many."""
     longest = max(map(len, ways.values()), default=0)
     return [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)]
 

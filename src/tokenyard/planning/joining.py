@@ -1,7 +1,8 @@
-"""How a fresh rank enters a plan in use, where the others call `Plan.grow`.
+"""How a fresh rank joins a plan that is in use, while the other ranks call `Plan.grow`.
 
-It is told the plan and the tables, agrees on them with the others, and makes its layers with empty weights; then its
-experts come from the other ranks. It serves from the call in which all of them switch.
+The fresh rank receives the settings of the plan and its placements, agrees on them with the other ranks, and makes its
+layers with zero weights. Then it receives its experts from the other ranks. It takes part in calls of layers from the
+switch of all ranks on.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from tokenyard.planning.resizing import STAY, StayCheck, exchange_named, give_up
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement
 
-# Seconds between two looks whether the others have switched.
+# Seconds between two checks whether the other ranks have switched.
 _LOOK = 0.003
 
 
 class Joining:
-    """Takes this rank's experts over from the others."""
+    """Receives the experts of this fresh rank from the other ranks."""
 
     def __init__(
         self, group: Group, question: str, present: Mapping[str, Placement], goals: Mapping[str, Placement]
@@ -39,7 +40,7 @@ class Joining:
         self._goals = {name: goals[name] for name in self._present}
 
     def take_over(self, layers: Mapping[str, HoldsExperts], seconds: float) -> None:
-        """Receive the experts, and wait until the others have switched. Collective over the next group."""
+        """Receive the experts, and wait until the other ranks have switched. Collective over the grown group."""
         group = self._group
         names = list(self._names)
         held = held_by_all(group, layers, names, names, seconds=seconds)
@@ -56,14 +57,15 @@ class Joining:
             give_up(group, self._question, error)
             carrier.close()
             raise
-        # The others wait until all have switched before they give back what they shared. This rank serves meanwhile.
+        # The others wait for this rank once more, before they free what their old group shared. It answers from a
+        # thread, and serves layers meanwhile.
         threading.Thread(target=_say_farewell, args=[carrier], name="moving experts", daemon=True).start()
 
     def _answer(self, seconds: float) -> str:
-        """What the ranks have decided. If they do not, or one of them ends, nobody takes this rank in."""
+        """What the other ranks have decided. After `seconds`, or if a rank has ended, decide that the plan stays."""
         until = time.monotonic() + seconds
         while True:
-            with contextlib.suppress(TokenyardError):  # the store did not answer: it is asked again
+            with contextlib.suppress(TokenyardError):  # the store did not answer: ask it again
                 if (answer := self._group.decided(self._question)) is not None:
                     return answer
             if time.monotonic() > until or self._group.gone():
@@ -78,10 +80,10 @@ def _say_farewell(carrier: Carrier) -> None:
 
 
 def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = READMISSION) -> Plan:
-    """Enter a plan in use, on a fresh rank, while the others call `plan.grow`. `group` is what `rejoin` returned.
+    """Join a plan in use, on a fresh rank, while the others call `plan.grow`. `group` is what `rejoin` returned.
 
-    `layers` are those of the plan, in its order; placements and settings are those that the others have. Then make each
-    layer with `plan.empty_weights(name)`, and call `plan.take_over()`: the experts come from the other ranks.
+    `layers` are those of the plan, in its order; placements and settings are taken from the other ranks. Afterwards
+    make each layer with `plan.empty_weights(name)`, and call `plan.take_over()`, which receives the experts.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import torch
@@ -130,7 +132,7 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
 
 
 def _as_told(spec: LayerSpec, tables: Mapping[str, Mapping[str, Any]]) -> LayerSpec:
-    """A layer as the others have it; as it is, if they do not know it."""
+    """A layer with the placement and the `max_tokens` of the other ranks; unchanged, if they have no such layer."""
     if spec.name not in tables:
         return spec
     told = tables[spec.name]

@@ -1,7 +1,7 @@
-"""The move of experts that is under way on one rank: all ranks hear how far it is, switch, or give it up together.
+"""The move of experts that is under way on one rank: all ranks switch together, or give it up together.
 
-`expert_moves` begins moves, and `rebalancing` has the thread that copies. Ranks tell each other in their dispatches how
-far this thread is, and switch between two calls.
+`expert_moves` begins moves, and `rebalancing` has the thread that copies. Ranks announce in their dispatches how far
+this thread is, and switch between two calls.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokenyard.planning.state import PlanState, WholePlan
 
 _log = logging.getLogger("tokenyard")
 
-# Where a dispatch does not tell the ranks how far the others are (on GPUs nobody waits for that), they ask each other
-# between two calls: after so many calls since they asked last.
+# On GPUs the host does not wait for announcements, and a dispatch does not tell how far the other ranks are. There,
+# ranks ask each other between two calls, after this many calls since they asked last.
 CALLS_BETWEEN_QUESTIONS = 16
 
 
 class MoveUnderWay:
-    """The move under way, if there is one, and what the moves of a group share."""
+    """The move of experts under way, if there is one, and the carrier and counters that all moves of a group share."""
 
     def __init__(self, state: PlanState) -> None:
         self._state = state
@@ -37,20 +37,20 @@ class MoveUnderWay:
         self.start()
 
     def start(self) -> None:
-        """Serve the present group of the plan, which its ranks have agreed on."""
-        self.carrier = Carrier(self._state.group)  # of experts that move
-        self._switches = 0  # of placements, since the ranks of this group have agreed
-        self._asked = 0  # the calls before the ranks asked each other last how far they are
-        self.resizes = 0  # changes of the ranks that were begun since
-        self.looked = 0  # the calls before the ranks looked at their load last
-        # Weakly: memory of a plan that is gone is given back at once.
+        """Start anew on the present group of the plan: a new carrier, counters at 0, and notices in its dispatches."""
+        self.carrier = Carrier(self._state.group)  # copies experts between ranks
+        self._switches = 0  # switches of placements on this group
+        self._asked = 0  # the number of calls at which the ranks last asked each other how far they are
+        self.resizes = 0  # changes of ranks (`grow`, `shrink`) that were begun on this group
+        self.looked = 0  # the number of calls at which the ranks last checked their load
+        # A weak reference: the memory of a plan is then freed with the last reference to it.
         this = weakref.ref(self)
         announcer = self._state.exchange.announcer
         announcer.notice = lambda: moves._notice() if (moves := this()) else 0
         announcer.noticed = lambda notices: moves._noticed(notices) if (moves := this()) else None
 
     def check_still(self, what: str) -> None:
-        """Raise while experts move. All ranks see the end of a move in the same call."""
+        """Raise if a move is under way. All ranks end a move between the same two calls, and raise together."""
         if self.move is not None:
             raise HandleError(
                 f"{what} was called while experts move",
@@ -60,16 +60,16 @@ class MoveUnderWay:
             )
 
     def begin(self, move: Rebalance) -> None:
-        """Begin a move; no other one is under way."""
+        """Begin a move. The caller has checked that no other one is under way."""
         self.last_move = move
         if not move.is_done:
             self.move = move
             move.start()
 
     def between_calls(self, layer: str, move: Rebalance) -> None:
-        """Before a call of a layer: conclude the move under way, if all ranks have decided on it.
+        """Before a call of a layer: switch or give the move up, if all ranks have decided on it.
 
-        Ranks come and go before a call of the first layer: fresh ones begin with it.
+        A change of ranks takes effect only before a call of the plan's first layer: fresh ranks begin with that one.
         """
         exchange = self._state.exchange
         if not exchange.hears_notices:
@@ -82,12 +82,12 @@ class MoveUnderWay:
             self._conclude(move)
 
     def _notice(self) -> int:
-        """What this rank tells in a dispatch: how often placements were switched, and how far its thread is."""
+        """This rank's notice in a dispatch: how often it has switched placements, and how far its thread is."""
         progress = Progress.PREPARING if self.move is None else self.move.progress
         return self._switches << 2 | progress
 
     def _noticed(self, notices: Sequence[int]) -> None:
-        """Hear from all ranks, in one dispatch, how far they are: all of them decide the same."""
+        """Decide on the move from the notices of all ranks in one dispatch, which are the same on every rank."""
         lowest = self._switches << 2  # below it stand two bits of progress
         if not lowest <= min(notices) <= max(notices) <= lowest | 3:
             raise Drifted(
@@ -103,7 +103,7 @@ class MoveUnderWay:
         """Wait for the thread of every rank, and switch. Collective."""
         while self.move is move:
             with self._state.exchange.in_use(alone=True):
-                if move.decision is Progress.PREPARING:  # no dispatch has told the others yet
+                if move.decision is Progress.PREPARING:  # no dispatch since all ranks were ready
                     self._decide(move, move.wait_for_thread())
                 self._conclude(move)
 
@@ -116,7 +116,7 @@ class MoveUnderWay:
                 self._decide(move, move.progress)
 
     def _decide(self, move: Rebalance, progress: Progress) -> None:
-        """Hear from all ranks how far they are with a move: all of them decide the same. Collective."""
+        """Gather how far all ranks are with a move, and decide on it. All ranks decide the same. Collective."""
         rank = self._state.group.rank
         words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
         told = self._state.group.gather_json([progress, words], phase="moving experts")
@@ -139,7 +139,7 @@ class MoveUnderWay:
             stats.count_switch(len(move.came[name]), seconds, move.nbytes, move.seconds)
 
     def _refusal(self, following: NextGroup | None) -> TokenyardError:
-        """What a rank says that was ready, of a move that is given up: who is lost, as far as it sees."""
+        """The error of a rank that was itself ready when the move was given up: the lost ranks, if it knows of any."""
         group = self._state.group
         if gone := list(group.gone()):
             return group.lost(gone, phase="moving experts", waited=0.0)
@@ -149,7 +149,7 @@ class MoveUnderWay:
         return PeerFailed(group.rank, "the move was given up", phase="moving experts")
 
     def _switch(self, move: Rebalance) -> None:
-        """Take the placements of a step, and the experts that came for it; with the last one the next group."""
+        """Switch to the placements of a step and the experts that came; in the last step, also to the next group."""
         if move.is_last_step and move.next_ranks is not None:
             self._take(move.next_ranks, move)
         else:
@@ -160,9 +160,9 @@ class MoveUnderWay:
             self.move = None
 
     def _take(self, following: NextGroup, move: Rebalance) -> None:
-        """Serve the next group from now on; or leave, if this rank is not in it."""
+        """Switch to the next group; a rank that is not in it closes its plan for further calls."""
         state, before, whole = self._state, self._state.exchange, self._state.whole
-        # The thread of this move has another carrier.
+        # Nothing uses the old carrier any more: the thread of this move has another one.
         following.left_behind = [before.close, self.carrier.close]
         if state.group is not whole.group:
             following.left_behind.append(state.group.close)  # the plan made it, of the ranks that were left
@@ -181,7 +181,7 @@ class MoveUnderWay:
         self.start()
 
     def _take_step(self, move: Rebalance) -> None:
-        """Serve the placements of a step, on the same ranks."""
+        """Switch to the placements of a step, on the same ranks."""
         switched = {
             name: replace(
                 self._state.wiring(name),
@@ -197,12 +197,12 @@ class MoveUnderWay:
         self._switches += 1
 
     def give_up(self, error: BaseException) -> None:
-        """Experts stay where they are, on this rank; whoever asks for the move hears why."""
+        """Give the move under way up: the experts stay where they are, and `wait` of the move raises this error."""
         move, self.move = self.move, None
         if move is None:
             return
         if move.next_ranks is not None:
-            with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+            with contextlib.suppress(TokenyardError):  # the store of the group does not answer
                 move.next_ranks.refuse()
         move.give_up(error)
         _log.warning("experts stay where they are: %s", move.error)
@@ -210,14 +210,14 @@ class MoveUnderWay:
             self._state.exchange.stats[name].moves.given_up += 1
 
     def close_carrier(self) -> None:
-        """Give back what moves share. A thread that is still in one does so itself."""
+        """Close the carrier, unless a thread still uses it: that thread closes it when it ends."""
         if self.last_move is None or self.last_move.has_ended:
             self.carrier.close()
 
     def follow(self, lost: list[int]) -> tuple[list[int], bool]:
-        """After a loss: take the next group if another rank has; else nobody does.
+        """After a loss: switch to the next group if another rank has done so; else make sure that no rank does.
 
-        Returns the lost ranks as the plan's group numbers them then, and whether it was taken.
+        Returns the lost ranks as the plan's group numbers them afterwards, and whether this rank has switched.
         """
         move = self.move
         following = None if move is None else move.next_ranks
@@ -228,7 +228,7 @@ class MoveUnderWay:
         return [following.members.index(rank) for rank in lost if rank in following.members], True
 
     def settle(self, group: Group) -> None:
-        """After a loss: switch if any of the ranks that are left has switched; else stay. Collective over these."""
+        """After a loss: switch if any rank of `group`, those that are left, has switched; else give up. Collective."""
         switches = group.gather_json(self._switches, phase="moving experts")
         if self.move is not None and max(switches) > self._switches:
             self._take_step(self.move)
@@ -243,7 +243,7 @@ class MoveUnderWay:
         self.move = None
 
     def close(self) -> None:
-        """Give up the move under way, and give back what moves share. A rank that leaves does so in order."""
+        """Give up the move under way, and close the carrier. A rank that is leaving waits for the end of its move."""
         if self.move is not None and self.move.lets_go:
             self.move.wait()
         self.give_up(
@@ -253,7 +253,7 @@ class MoveUnderWay:
 
 
 def _decided(progress: Sequence[int]) -> Progress:
-    """What all ranks do, who have heard of each other how far they are."""
+    """The decision that follows from the progress of all ranks: failed if one has failed, ready if all are ready."""
     if Progress.FAILED in progress:
         return Progress.FAILED
     return Progress.READY if all(one == Progress.READY for one in progress) else Progress.PREPARING

@@ -1,16 +1,17 @@
-"""Copying experts between ranks: in which steps, and how the bytes travel.
+"""Copying experts between ranks: the steps of a move, and how the bytes travel.
 
-A rank has a slot for each of its experts, and some spare ones (`LayerSpec.spare_experts`). Experts that come are
-written into spare slots, from which nobody reads; nothing else changes. Where more come than there are spare slots,
-they come in several *steps*, each of which ends in a placement that has all experts: its switch frees the slots of
-those that leave.
+A rank has a slot for each of its experts, and some spare ones (`LayerSpec.spare_experts`). Experts that move to a rank
+are written into its spare slots, which no layer reads. If more experts come than there are spare slots, the move takes
+several *steps*. Each step ends in a placement that has all experts; the switch to it frees the slots of experts that
+have left.
 
-Bytes travel in pieces of at most `PIECE`. Within a host a rank maps the memory that others hold their experts in, and
-copies what comes to it from there: once, and without a wait. All have said where their experts stand (`HeldExperts`);
-an expert keeps its slot until all ranks have what they need from it, and no rank writes into a slot that another reads.
+Bytes travel in pieces of at most `PIECE`. Within a host, a rank maps the memory in which the others hold their experts,
+and copies its new experts from there, once, and without waiting for anybody. Before, all ranks tell each other where
+their experts are (`HeldExperts`). An expert keeps its slot until all ranks have copied it, and no rank writes into a
+slot that another one reads.
 
-Between hosts a rank sends a *stream* through the group in each step: the weights of the experts that leave it, one
-after another.
+Between hosts, each rank sends one *stream* through the group in each step: the weights of the experts that other ranks
+get from it, one after another.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ PIECE = 16 * 1024 * 1024
 
 
 def steps(present: Placement, wanted: Placement, slots: Sequence[int]) -> list[Placement]:
-    """The placements between two, the last of which is the wanted one, for ranks that have so many slots.
+    """The placements that lead from the present to the wanted one, which is the last, on ranks with `slots` slots each.
 
-    In each step a rank gets as many of its experts as it has spare slots for; then experts that it shall not have are
-    dropped, if they are where they shall be.
+    In each step a rank gets as many of its missing experts as it has spare slots for. Then each rank drops the experts
+    that it is not to have, if they are on one of the ranks that are to have them.
 
     >>> present = Placement.explicit(4, [[0, 1], [2, 3]])
     >>> wanted = Placement.explicit(4, [[2, 3], [0, 1]])
@@ -66,13 +67,13 @@ def steps(present: Placement, wanted: Placement, slots: Sequence[int]) -> list[P
 
 
 def _arrivals(table: list[list[int]], wanted: Placement, slots: Sequence[int]) -> list[list[int]]:
-    """The experts that come to each rank in one step. Those that free a slot where they leave come first."""
+    """The experts that come to each rank in one step; first those that leave the ranks with the fewest spare slots."""
     came: list[list[int]] = []
     for rank, row in enumerate(wanted.table):
         missing = [expert for expert in row if expert not in table[rank]]
 
         def kept(expert: int) -> int:
-            """How many spare slots there are where an expert leaves: the fullest rank first."""
+            """The spare slots of the fullest rank that an expert leaves. As a sort key it puts full ranks first."""
             leaving = [r for r, held in enumerate(table) if expert in held and expert not in wanted.table[r]]
             return min((slots[r] - len(table[r]) for r in leaving), default=wanted.num_experts)
 
@@ -91,18 +92,18 @@ def _no_room(found: str) -> PlanError:
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """One expert's part of one tensor, in the stream of the rank that sends it."""
+    """One expert's part of one weight tensor, in the stream of the rank that sends it."""
 
     layer: str
     tensor: str  # the name of the tensor
     expert: int
     source: int
     targets: tuple[int, ...]  # the ranks that it goes to
-    start: int  # bytes of the stream in front of it
+    start: int  # its offset in the stream, in bytes
     nbytes: int
 
     def in_piece(self, number: int, piece: int) -> tuple[int, int] | None:
-        """The first byte, and the one behind the last, that a piece has of this part; None if it has none."""
+        """The bytes of this part that are in a piece of the stream, as (first, behind the last); None if none are."""
         first = max(number * piece - self.start, 0)
         last = min((number + 1) * piece - self.start, self.nbytes)
         return (first, last) if first < last else None
@@ -114,7 +115,7 @@ Views = Callable[[Parcel], Tensor]
 def streams(
     world: int, paths: Mapping[str, Sequence[Move]], widths: Mapping[str, Mapping[str, int]]
 ) -> list[list[Parcel]]:
-    """What each rank sends, for the moves of each layer and the bytes of one expert in each of its tensors."""
+    """The stream of each rank, for the moves of each layer; `widths` has an expert's bytes, by layer and tensor."""
     sent: list[list[Parcel]] = [[] for _ in range(world)]
     lengths = [0] * world
     for layer, path in paths.items():
@@ -140,7 +141,7 @@ def streams(
 
 @dataclass(frozen=True, kw_only=True)
 class HeldExperts:
-    """Where a rank holds the experts of a layer: every rank tells the others."""
+    """Where a rank holds its experts of a layer: their slots, its host, and the memory. Ranks tell it to each other."""
 
     slots: ExpertSlots
     host: str
@@ -148,26 +149,26 @@ class HeldExperts:
 
     @classmethod
     def of(cls, slots: ExpertSlots, tensors: Mapping[str, Tensor], host: str) -> HeldExperts:
-        """Those of this rank."""
+        """Where this rank holds its experts."""
         return cls(
             slots=slots, host=host, memory={name: address_of(tensor) for name, tensor in tensors.items()}
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What the other ranks are told."""
+        """The same as plain values, to be sent to the other ranks."""
         return {"slots": self.slots.as_dict(), "host": self.host, "memory": self.memory}
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> HeldExperts:
-        """What another rank has told."""
+        """The object that another rank has sent as plain values."""
         return cls(slots=ExpertSlots(**told["slots"]), host=told["host"], memory=told["memory"])
 
     def is_mapped_by(self, other: HeldExperts) -> bool:
-        """Whether another rank reads these experts out of memory."""
+        """Whether the other rank can map the memory of these experts: both are on one host, and it is mappable."""
         return self.host == other.host and None not in self.memory.values()
 
     def arrivals(self, path: Sequence[Move], rank: int) -> dict[int, int]:
-        """The spare slots into which experts come, on this rank."""
+        """For each expert that moves to `rank` on this path, the slot into which it is copied."""
         arriving = [move.expert for move in path if move.target == rank]
         return self.slots.places(arriving)
 
@@ -176,7 +177,7 @@ class HasWeights(Protocol):
     """A layer whose experts can be copied."""
 
     experts: Experts  # the experts of this rank, with their weights
-    slots: ExpertSlots  # where these weights stand
+    slots: ExpertSlots  # the slot of each expert in these weights
 
 
 def held_by_all(
@@ -187,9 +188,9 @@ def held_by_all(
     *,
     seconds: float | None = None,
 ) -> dict[str, list[HeldExperts]]:
-    """Where each rank holds the experts of a layer, by layer, in this order; one that is named must be on all ranks.
+    """By layer, in `order`, where each rank holds its experts. Layers in `named` must be in use on all ranks.
 
-    Collective; the others are waited for so many seconds, if more than the deadline.
+    Collective. The other ranks are waited for `seconds`, or the group's deadline if that is longer.
     """
 
     def mine() -> dict[str, HeldExperts]:
@@ -229,10 +230,10 @@ def held_by_all(
 
 
 class Carrier:
-    """What carries experts between the ranks of a plan: memory of other ranks, and a group of its own.
+    """Copies experts between the ranks of a plan: out of mapped memory of other ranks, or through a group of its own.
 
-    Both are made when they are first needed, and kept for later moves. `check` is called while the ranks of the group
-    wait for each other to come, and may raise.
+    Mappings and group are made when they are first needed, and kept for later moves. `check` is called repeatedly while
+    the ranks of the new group wait for each other, and may raise.
     """
 
     def __init__(self, of: Group, name: str = "moves", *, check: Callable[[], None] = lambda: None) -> None:
@@ -241,7 +242,7 @@ class Carrier:
         self._mapped: dict[tuple[int, int], Tensor] = {}  # memory of other ranks, by process and inode
 
     def keep(self, held: Iterable[HeldExperts]) -> None:
-        """Unmap all memory but that which ranks have told this time."""
+        """Unmap the memory of other ranks, except what the ranks hold their experts in now."""
         told = {_key(address) for one in held for address in one.memory.values() if address is not None}
         self._mapped = {key: memory for key, memory in self._mapped.items() if key in told}
 
@@ -262,10 +263,10 @@ class Carrier:
     def carry(
         self, sent: Sequence[Sequence[Parcel]], read: Views, write: Views, check: Callable[[], None]
     ) -> None:
-        """Copy what ranks send to where it shall be, through their group. Collective.
+        """Send the stream of each rank through the group, and write the parts that come to this rank. Collective.
 
-        `read` and `write` give the bytes of a part here, to be sent and to be filled. `check` is called before each
-        piece, and may raise.
+        `read` and `write` return the bytes of a part on this rank, to be sent and to be written into. `check` is called
+        before each piece, and may raise.
         """
         longest = max((parts[-1].start + parts[-1].nbytes for parts in sent if parts), default=0)
         if not longest:
@@ -276,11 +277,11 @@ class Carrier:
             _move_piece(group, _Piece(number, PIECE, sent), read, write)
 
     def meet(self) -> None:
-        """Return when all ranks have called this. Collective."""
+        """Wait until all ranks have called this. Collective."""
         self._found().barrier(phase="moving experts")
 
     def _found(self, check: Callable[[], None] = lambda: None) -> Group:
-        """The group that carries, made when it is first needed."""
+        """The group through which experts travel, made when it is first needed."""
 
         def check_both() -> None:
             self._check()
@@ -293,12 +294,12 @@ class Carrier:
         return self._group
 
     def abandon(self) -> None:
-        """End the waits of the other ranks, too: this one takes part no more."""
+        """Take no further part in the group, and end the waits of the other ranks for this one."""
         if self._group is not None:
             self._group.lost_elsewhere([self._group.rank], phase="moving experts", waited=0.0)
 
     def close(self) -> None:
-        """Give back what is shared."""
+        """Unmap the memory of other ranks, and close the group."""
         self._mapped = {}
         group, self._group = self._group, None
         if group is not None:
@@ -306,9 +307,9 @@ class Carrier:
 
 
 def not_held(group: Group, source: int, error: OSError) -> PeerLost | None:
-    """The loss of a rank that no longer holds its experts where it said; None if its memory is there.
+    """`PeerLost` for rank `source` if `error`, from mapping its memory, says that the memory is gone; else None.
 
-    `error` is what came of mapping it. Its process has ended, or it has given its experts back.
+    The memory is gone if the process of that rank has ended, or has freed its experts.
     """
     if error.errno not in (0, errno.ENOENT, errno.ESRCH):
         return None
@@ -329,7 +330,7 @@ class _Piece:
     sent: Sequence[Sequence[Parcel]]
 
     def parts(self, source: int, target: int) -> Iterator[tuple[Parcel, int, int]]:
-        """The parts that a rank sends to another in this piece, each with the bytes that are in it."""
+        """The parts that one rank sends to another in this piece, each with the range of its bytes that are in it."""
         for parcel in self.sent[source]:
             bounds = parcel.in_piece(self.number, self.size)
             if bounds is not None and target in parcel.targets:
@@ -367,5 +368,5 @@ def width(tensor: Tensor) -> int:
 def paths_between(
     before: Mapping[str, Placement], after: Mapping[str, Placement]
 ) -> dict[str, tuple[Move, ...]]:
-    """The experts of each layer that must be copied from rank to rank."""
+    """By layer, the experts that must be copied from rank to rank to get from one placement to the other."""
     return {layer: moves(before[layer], placement) for layer, placement in after.items()}

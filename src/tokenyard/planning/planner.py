@@ -7,7 +7,7 @@
 3. compares itself across the group: ranks that disagree **all** raise `PlanMismatch`, nobody hangs. An error
    on one rank reaches the others too.
 
-The first half without a group is a draft (`tokenyard.planning.drafting`).
+Steps 1 and 2 need no group: their result is a draft (`tokenyard.planning.drafting`).
 """
 
 from __future__ import annotations
@@ -53,42 +53,42 @@ class Plan:
 
     @property
     def group(self) -> Group:
-        """The ranks that agreed."""
+        """The ranks that agreed on the plan."""
         return self._state.group
 
     @property
     def exchange(self) -> Exchange:
-        """What moves the rows."""
+        """The exchange that moves the rows of all layers."""
         return self._state.exchange
 
     @property
     def draft(self) -> Draft:
-        """The wiring of all layers, and its bytes."""
+        """The wiring of all layers, and the bytes that they need."""
         return self._state.draft
 
     @property
     def layers(self) -> weakref.WeakValueDictionary[str, HoldsExperts]:
-        """What has the experts of each layer on this rank: the `MoELayer` that was made last."""
+        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last."""
         return self._state.layers
 
     @property
     def survive(self) -> bool:
-        """Whether a call goes on where a rank is lost in it."""
+        """Whether a call of a layer still succeeds if a rank is lost in it."""
         return self._state.survive
 
     def extend(self, layers: Sequence[LayerSpec], *, max_tokens: int | None = None) -> None:
-        """Serve further layers, too, with the plan's `max_rows`. Collective over the group, and over nobody else.
+        """Add layers to the plan, with its `max_rows`. Collective over the group.
 
-        The workspace is kept where it suffices, else rebuilt for the union of all layers; layers stay valid, and a
-        dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
-        was.
+        The workspace is kept if it is large enough, else rebuilt for all layers together. Existing layers stay valid; a
+        dispatch that was in flight must be made again. If a rank cannot allocate, all ranks raise, and the plan is as
+        it was.
         """
         self._moves.under_way.check_still("extend")
         with self.exchange.in_use():
             self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
     def trim(self, keep: Sequence[str] | None = None) -> None:
-        """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
+        """Free memory that the layers do not need; with `keep`, first drop all layers but these. Collective."""
         self._moves.under_way.check_still("trim")
         with self.exchange.in_use():
             for name in keep or ():
@@ -108,60 +108,61 @@ class Plan:
         self.warmup()
 
     def warmup(self) -> None:
-        """Compile and load all kernels, before the first one that waits. Collective; a new plan has done so."""
+        """Compile and load all kernels before one runs that waits for other ranks. Collective; `plan` has done so."""
         self._state.warmup()
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
-        """Inside, layers on GPUs wait for nothing, and may be captured in a CUDA graph.
+        """Inside the block, the host does not wait in calls of layers on GPUs: they may be captured in a CUDA graph.
 
-        Experts then get `W · max_tokens` rows, empty ones with ids of -1. `max_tokens`: of any rank, in these calls;
-        the same on every rank. What goes wrong is raised by a later call, or by `synchronize`.
+        Experts then get `W · max_tokens` rows, of which empty ones have ids of -1. `max_tokens` is the most tokens that
+        any rank brings in these calls, the same number on every rank. Errors in these calls are raised by a later call,
+        or by `synchronize`.
         """
         return self.exchange.fixed_shapes(max_tokens)
 
     def synchronize(self) -> None:
-        """Wait for the device, and raise what went wrong in calls that did not."""
+        """Wait for the device, and raise the errors of calls that did not wait for it."""
         self.exchange.synchronize()
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
-        """Serve all layers on the ranks that are left. Collective over these, after `PeerLost`.
+        """Serve all layers on the ranks that are left after `PeerLost`. Collective over these ranks.
 
-        Ranks are renumbered in their order. What exchanges share is made anew: a lost rank that wakes up finds
-        nothing to write into. Experts that were lost, and have no replica elsewhere, are dropped from the routes and
-        counted (`stats`); with `renormalize` a token's other weights make up for them. Experts that route by
-        themselves leave lost ones out, uncounted, and cannot renormalize.
+        They are renumbered in their order. Connections and shared memory are made anew, so that a lost rank that wakes
+        up cannot write into them. Experts that were lost and have no replica elsewhere are dropped from the routes, and
+        these choices are counted (`stats`); with `renormalize` a token's other weights are raised to the same sum.
+        Experts that route by themselves leave lost experts out, uncounted, and cannot renormalize.
         """
         self._recovery.go_on_without(lost, renormalize=renormalize)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks that are gone, as the whole group numbered them."""
+        """The ranks that were lost, by their numbers in the group before any loss."""
         return self._state.whole.lost
 
     def count_call(self) -> None:
-        """One more call of a layer has ended well on this rank."""
+        """Count a call of a layer that succeeded on this rank."""
         self._recovery.calls += 1
 
     def go_on_after(self, loss: PeerLost, layer: str) -> None:
-        """Go on without ranks that were lost in a call of a layer, which this rank then makes again; or raise the loss.
+        """Go on without ranks that were lost in a call of `layer`, so that it can be repeated; else raise the loss.
 
-        Collective over the ranks that are left. Some of them may have finished that call, and be in the next one: they
-        take part in the others' once more, without rows.
+        Collective over the ranks that are left. Some of these may have finished that call and be in the next one: they
+        take part once more, without rows, in the call that the other ranks repeat.
         """
         self._recovery.go_on_after(loss, layer)
 
     def readmit(
         self, lost: Sequence[int] = (), *, group: Group | None = None, seconds: float = READMISSION
     ) -> None:
-        """Serve all layers on all ranks again, fresh ones in the places of the lost. Collective over all of these.
+        """Serve all layers on all ranks again, with fresh ranks in place of the lost ones. Collective over all of them.
 
-        The ranks that are left call this: after `go_on_without`, or at once with the ranks that `PeerLost` names. A
-        fresh process calls `rejoin(group.address, rank=…)`, makes the same plan, and loads the same weights. Then
-        every result is bitwise what it was before. If nobody comes within so many seconds, `PeerLost` says who is
-        missing, and the plan is as it was.
+        The ranks that are left call this, after `go_on_without`, or at once with the ranks that `PeerLost` names. Each
+        fresh process calls `rejoin(group.address, rank=…)`, makes the same plan, and loads the same weights. Results
+        are then bitwise what they were before the loss. If a fresh rank does not come within `seconds`, `PeerLost`
+        names it, and the plan is as it was.
 
         `group` is for several plans of one group: call `group.readmit` once, and pass the new group to each plan, in
-        the order in which they were made. It is also the way for groups that cannot readmit (NCCL).
+        the order in which the plans were made. It also serves groups that cannot readmit (NCCL): pass a new group.
         """
         self._recovery.readmit(lost, group=group, seconds=seconds)
 
@@ -174,7 +175,7 @@ class Plan:
         return list(self.wiring(layer).exchange_spec.placement.local_experts(self.group.rank))
 
     def stats(self) -> dict[str, LayerStats]:
-        """What this rank has sent, received and waited, by layer."""
+        """By layer, the rows and bytes that this rank has sent and received, and the time that it waited."""
         return self.exchange.stats
 
     def gather_stats(self) -> list[dict[str, dict[str, Any]]]:
@@ -186,8 +187,8 @@ class Plan:
     def load(self, *, reset: bool = False) -> dict[str, list[int]]:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group.
 
-        Dispatches are counted since the plan was made, or since the last call with `reset`. Layers whose experts route
-        by themselves are left out: only these experts know their choices.
+        The counts are those since the plan was made, or since the last call with `reset`. Layers whose experts route
+        by themselves are left out: the exchange does not see their choices.
         """
         return self._state.load(reset=reset)
 
@@ -200,57 +201,58 @@ class Plan:
     ) -> Rebalance:
         """Move experts to other ranks, and serve the new placements. Collective.
 
-        `placements` are those that layers shall have, by layer. Without them each layer whose busiest rank has more
-        than `threshold` times the mean load gets the one that `balance` finds for the load since the last time, with
-        as many copies of hot experts as there is memory for. Experts come through memory that layers declare
+        `placements` are the new placements, by layer. Without them, each layer whose busiest rank has more than
+        `threshold` times the mean load gets the placement that `balance` finds for the load since the last rebalance,
+        with as many copies of hot experts as there is memory for. Experts are copied into memory that layers declare
         (`LayerSpec.spare_experts`).
 
-        With `wait=False` it returns at once, and experts move while the layers are called; then all ranks switch
-        between two calls. A rank that is lost on the way leaves the others with the placements that they had, and
-        `PeerLost`. `stats` has the pause of each switch.
+        With `wait=False` it returns at once, and experts move while the layers are called; all ranks then switch
+        between two calls. If a rank is lost during the move, the others keep their placements and raise `PeerLost`.
+        `stats` has the pause of each switch.
         """
         return self._moves.rebalance(placements, threshold=threshold, wait=wait)
 
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
-        """Look at the load after so many calls of layers, again and again, and `rebalance` in the background.
+        """Check the load after every `every` calls of layers, and `rebalance` in the background if it is uneven.
 
-        Collective. `every` counts the calls of all layers together; None ends it. `stats` says what was found, moved
-        and gained. Raises where nothing could ever be moved.
+        Collective. `every` counts the calls of all layers together; None turns this off. `stats` has the imbalance that
+        was found, the experts that were moved, and the imbalance that the new placement promises. Raises if nothing
+        could ever be moved in this plan.
         """
         self._moves.autobalance(every=every, threshold=threshold)
 
     def shrink(self, ranks: Sequence[int], *, wait: bool = True) -> Rebalance:
-        """Let ranks go: their experts move to the others, which go on as a smaller group. Collective, on CPUs.
+        """Remove ranks from the plan: their experts move to the others, which go on as a smaller group. On CPUs only.
 
-        Experts come through the memory that layers declare (`LayerSpec.spare_experts`); no output changes where
-        `sum="choices"`. With `wait=False` it returns at once, and all ranks switch between two calls. A rank that
-        leaves calls layers until `is_done` of what is returned, then `wait` of it; its plan is closed then. The others
-        are renumbered in their order.
+        Collective. Experts are copied into memory that layers declare (`LayerSpec.spare_experts`); with
+        `sum="choices"` no output changes. With `wait=False` it returns at once, and all ranks switch between two calls.
+        A rank that leaves calls layers until `is_done` of the returned move is true, then its `wait`, which closes the
+        plan on that rank. The other ranks are renumbered in their order.
         """
         return self._moves.shrink(ranks, wait=wait)
 
     def grow(self, ranks: int | Group, *, seconds: float = READMISSION, wait: bool = True) -> Rebalance:
-        """Take so many fresh ranks in, behind the present ones, and move experts to them. Collective, on CPUs.
+        """Add this many fresh ranks, numbered behind the present ones, and move experts to them. On CPUs only.
 
-        Each fresh process calls `rejoin(address, rank=…)` with the address of `plan.group`, and `join_plan`. They are
-        waited for so many seconds; if they do not come, `PeerLost` says who is missing, and the plan is as it was. With
-        `wait=False` it returns at once, and all ranks switch between two calls. `ranks` may be the larger group, where
-        somebody else has made it.
+        Collective. Each fresh process calls `rejoin(address, rank=…)` with the address of `plan.group`, and then
+        `join_plan`. If they do not come within `seconds`, `PeerLost` names the missing ones, and the plan is as it was.
+        With `wait=False` it returns at once, and all ranks switch between two calls. In place of a number, `ranks` may
+        be the larger group itself, if the caller has made it.
         """
         return self._moves.grow(ranks, seconds=seconds, wait=wait)
 
     def empty_weights(self, layer: str) -> ExpertWeights:
-        """Weights for this rank's experts of a layer, all zero: on a fresh rank, to which the experts are to come."""
+        """Zero weights for this rank's experts of a layer: a fresh rank makes its layers with them (`take_over`)."""
         return empty_weights(self.wiring(layer), self.group.rank)
 
     def join(self, joining: Joining) -> None:
-        """Refuse calls until this rank has taken its experts over. `join_plan` calls it."""
+        """Refuse calls of layers until `take_over` has received this rank's experts. `join_plan` calls it."""
         self._joining, self.exchange.usability.joining = joining, True
 
     def take_over(self, *, seconds: float = READMISSION) -> None:
-        """On a fresh rank, after it has made its layers: receive its experts, and serve with the others from then on.
+        """Receive this fresh rank's experts from the others. Call it after the layers are made, and then call layers.
 
-        If they do not switch within so many seconds after they are ready, or give the move up, this raises.
+        Raises if the other ranks give the move up, or do not switch within `seconds` after the experts have come.
         """
         joining, self._joining = self._joining, None
         if joining is None:
@@ -268,13 +270,13 @@ class Plan:
         self.exchange.usability.joining = False
 
     def between_calls(self, layer: str) -> None:
-        """What a layer calls before each of its calls: experts that have moved are served from then on."""
+        """Switch to experts that have finished moving, if all ranks are ready. A layer calls this before each call."""
         self._moves.between_calls(layer)
 
     def close(self) -> None:
-        """Give the memory back. Every later call of this plan raises; the group stays usable.
+        """Free the memory of the plan. Every later call of it raises; the group stays usable.
 
-        A batch that was started and not finished is given up; a thread that waits for its rows ends first.
+        A batch that was started and not finished is given up, after the thread that waits for its rows has ended.
         """
         self._moves.under_way.close()
         self.exchange.close()
@@ -300,15 +302,15 @@ def plan(
     `exchange` is a name of `EXCHANGES`, `local`, or a class. `auto` takes `local` on one CPU rank, `one_sided` where
     the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches all of them.
     `max_tokens` is the most tokens that a rank brings in one call, for layers that do not set their own. `in_flight`
-    dispatches may wait for their combine at a time. `max_rows` bounds the rows that a rank receives at a time, and the
-    memory for them; a batch that brings more goes in several passes, on all ranks. On GPUs, `sms` bounds the
-    multiprocessors that the exchange of a rank takes; the others are left to what is computed while rows travel.
+    is the most dispatches that may wait for their combine at a time. `max_rows` bounds the rows that a rank receives at
+    a time, and the memory for them; a larger batch goes in several passes, on all ranks. On GPUs, `sms` bounds the
+    multiprocessors that the exchange of a rank uses; the others are left to what is computed while rows travel.
 
-    `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
+    `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan checks every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
-    environment asks for it, too. With `survive`, a rank that is lost in a call of a layer costs time, not the call: the
-    others go on without it, and send their rows again. Every expert must then be on two ranks, and layers have
-    `sum="choices"`.
+    environment makes every plan paranoid. With `survive`, a call of a layer in which a rank is lost still succeeds:
+    the others go on without that rank, and send their rows again. This requires every expert on two ranks, and layers
+    with `sum="choices"`.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -353,7 +355,7 @@ def plan(
 
 
 def plan_draft(make: Callable[[], Draft], group: Group, *, survive: bool = False) -> Plan:
-    """The plan of a draft that every rank makes for itself: `plan`, where the draft is needed before. Collective."""
+    """The plan of a draft that each rank makes by calling `make`, once all ranks agree on it. Collective."""
     agreed, number = agree_on_draft(group, make, survive=survive)
     made = Plan(agreed, group, make_plan_id(agreed, number), survive=survive)
     if group.rank == 0:
@@ -362,7 +364,7 @@ def plan_draft(make: Callable[[], Draft], group: Group, *, survive: bool = False
 
 
 def wiring_in(plan: object, layer: str) -> Wiring:
-    """The wiring of a layer of a plan; raise unless it is an open plan."""
+    """The wiring of a layer in a plan; raise unless `plan` is a plan, and open."""
     if not isinstance(plan, Plan):
         raise InputError(
             f"the plan of layer {shown(layer)} is {shown(plan)}",

@@ -1,15 +1,16 @@
 """A move of experts under way: a thread of each rank copies weights while the layers run, then all ranks switch.
 
-**Preparing.** The thread has a group of its own, so that its waits are not those of calls. It writes experts that come
-into spare slots (`moving`), and says when it is ready, or has failed.
+**Preparing.** The thread uses a group of its own, so that it does not disturb the calls of layers. It copies the
+experts that this rank gets into spare slots (`moving`), and reports when it is ready, or has failed.
 
-**Switching.** Each rank tells in the announcement of every dispatch how far its thread is. All ranks hear the same
-announcements, so all of them know after the same dispatch that everybody is ready, and switch before the next one with
-nothing in flight: a call ends on the table that it began with. If one has failed, all give the move up there.
+**Switching.** In the announcement of every dispatch, each rank says how far its thread is. All ranks receive the same
+announcements. After the same dispatch, all of them therefore know that every rank is ready, and they switch before the
+next dispatch with nothing in flight: a call ends with the placement that it began with. If the thread of one rank has
+failed, all ranks give the move up at that point.
 
-**A loss.** A rank that dies before the switch leaves the others where they were. It may die so that some of the others
-heard that all are ready, and have switched, while the rest has not: these are ready too, or nobody would have switched.
-`Plan.go_on_without` asks who has switched, and the rest follows.
+**A loss.** If a rank dies before the switch, the others keep their placements. It may also die when some of the others
+have received all announcements and switched, and the rest have not. The rest are ready, too, or no rank would have
+switched. `Plan.go_on_without` finds out which ranks have switched, and lets the rest follow.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ class HoldsExperts(Protocol):
     """A layer whose experts can be moved."""
 
     experts: Experts  # the experts of this rank, with their weights
-    slots: ExpertSlots  # where these weights stand
+    slots: ExpertSlots  # the slot of each expert in these weights
 
     def switch(self, wiring: Wiring, came: dict[int, int]) -> None:
-        """Serve another placement; some experts came, into these slots."""
+        """Use another placement from now on; `came` maps each expert that was copied to this rank to its slot."""
 
     def take_part(self) -> None:
-        """Serve a call of the other ranks, without rows."""
+        """Take part in a call that the other ranks make, without tokens of this rank."""
 
 
 class Progress(IntEnum):
-    """How far a rank's thread is with a step."""
+    """How far a rank's thread is with copying the experts of a step."""
 
     PREPARING = 0
     READY = 1
@@ -72,9 +73,9 @@ class Progress(IntEnum):
 
 
 class Rebalance:
-    """Experts on their way to other ranks: what `plan.rebalance`, `plan.grow` and `plan.shrink` return."""
+    """A move of experts to other ranks: what `plan.rebalance`, `plan.grow` and `plan.shrink` return."""
 
-    # the placements that layers will have, by layer; none, where nothing moves
+    # the placements that layers will have, by layer; empty, if nothing moves
     placements: dict[str, Placement]
     error: BaseException | None  # why the experts stay where they are, if the move was given up
 
@@ -116,13 +117,13 @@ class Rebalance:
     def start(self) -> None:
         """Begin to copy, in a thread."""
         if self._steps:
-            self._group.wait_for_device()  # weights are there for the thread's stream
+            self._group.wait_for_device()  # the thread reads weights on another stream: they must be written
             self._thread = threading.Thread(target=self._run, name="moving experts", daemon=True)
             self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """Whether all layers serve their new placements; on a rank that leaves, whether it makes no more calls."""
+        """Whether all layers use their new placements; on a rank that leaves, whether it has no more calls to make."""
         return self._number == len(self._steps) or self.lets_go
 
     @property
@@ -132,7 +133,7 @@ class Rebalance:
 
     @property
     def lets_go(self) -> bool:
-        """Whether this rank leaves, and all ranks have agreed that it does so now."""
+        """Whether this rank leaves the plan, and all ranks have agreed to switch now."""
         ready = self.decision is Progress.READY and self.error is None
         leaves = self.next_ranks is not None and self.next_ranks.leaves
         return leaves and ready and self.is_last_step and self.next_ranks.take()  # type: ignore[union-attr]
@@ -144,12 +145,12 @@ class Rebalance:
 
     @property
     def ready(self) -> bool:
-        """Whether this rank has all that it needs for the next switch, or there is none to come."""
+        """Whether this rank's thread has copied all experts for the next switch, or no switch is left."""
         return self.is_done or self.progress is Progress.READY
 
     @property
     def progress(self) -> Progress:
-        """How far this rank's thread is."""
+        """How far this rank's thread is with the present step."""
         return self._progress
 
     @property
@@ -163,26 +164,26 @@ class Rebalance:
         return self._holders
 
     def wait(self) -> None:
-        """Wait until the experts have moved, and serve the new placements. Collective over the plan's ranks.
+        """Wait until the experts have moved, and switch to the new placements. Collective over the plan's ranks.
 
-        Layers that are called meanwhile switch by themselves: then nobody has to call this. Raises if the experts stay
-        where they are, after an error on any rank.
+        Calling this is not required: calls of layers switch, too, once all ranks are ready. Raises if the move was
+        given up after an error on any rank, and the experts stay where they are.
         """
         self._finish(self)
         if self.error is not None:
             raise self.error
         if self.next_ranks is not None and self.next_ranks.leaves and self._thread is not None:
-            self._thread.join()  # others may still read what this rank has sent
+            self._thread.join()  # it waits until no other rank reads what this rank has sent
 
     def wait_for_thread(self) -> Progress:
         """Wait until this rank is ready for the next switch, or has failed."""
         with self._changed:
             while self._progress is Progress.PREPARING and self.error is None:
-                self._changed.wait(1.0)  # with a limit: a signal is then seen
+                self._changed.wait(1.0)  # with a limit, so that this thread can handle signals such as Ctrl-C
             return self._progress
 
     def switched(self) -> None:
-        """All layers of this step have switched: go on with the next one."""
+        """Let the thread go on with the next step, after all layers of this step have switched."""
         with self._changed:
             self._present |= self.step
             self._number += 1
@@ -190,7 +191,7 @@ class Rebalance:
             self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
-        """The experts stay where they are."""
+        """End the move with an error: the experts stay where they are."""
         with self._changed:
             self.error, self._cancelled = self.error or error, True
             self._changed.notify_all()
@@ -200,7 +201,7 @@ class Rebalance:
     def _run(self) -> None:
         try:
             if self._after is not None and self._after._thread is not None:
-                self._after._thread.join()  # one that was given up may still write into spare slots
+                self._after._thread.join()  # the move before, if it was given up, may still write into spare slots
                 self._after = None
             if self.next_ranks is not None:
                 self._check()
@@ -221,12 +222,12 @@ class Rebalance:
                 self.error = self.error or error
             if not isinstance(error, (PeerLost, PeerFailed)):
                 self._carrier.abandon()
-            self._carrier.close()  # its ranks may be anywhere: the next move makes another
+            self._carrier.close()  # its ranks may be in different calls: the next move makes a new group
             if self.next_ranks is not None:
                 self.next_ranks.close(error=error)
             self._report(Progress.FAILED)
         finally:
-            self._holders = {}  # nobody switches any more, and a layer that is gone needs no memory
+            self._holders = {}  # no switch needs them any more, and they would keep freed layers in memory
 
     def copy(self) -> None:
         """Copy the experts of one step into spare slots."""
@@ -264,7 +265,7 @@ class Rebalance:
                         except OSError as error:
                             if (lost := not_held(self._group, move.source, error)) is None:
                                 raise
-                            self._carrier.abandon()  # others may wait for this rank
+                            self._carrier.abandon()  # others may wait for this rank in the group
                             raise lost from error
         self._carrier.carry(streams(world, through_group, widths), read, write, self._check)
         if self.next_ranks is not None:
@@ -272,7 +273,7 @@ class Rebalance:
         for layer, placement in self.step.items():
             for rank, one in enumerate(self._held[layer]):
                 one.slots.switch(placement.local_experts(rank), arrivals[layer][rank])
-        for placement in self.step.values():  # what the first call would otherwise look up
+        for placement in self.step.values():  # builds the lookup tables, so that the first call need not
             placement.resolve(torch.zeros(1, 1, dtype=torch.int64), mine)
         self.came, self.seconds = came, time.monotonic() - started
         self.nbytes = sum(len(experts) * sum(widths[layer].values()) for layer, experts in came.items())
@@ -298,7 +299,10 @@ class Rebalance:
 
 
 def failure_of(rank: int, told: Sequence[str | None], own: BaseException | None) -> BaseException:
-    """What a rank raises when a move was given up: its own error, or that of the first rank that had one of its own."""
+    """The error that a rank raises when a move was given up: its own, or `PeerFailed` for the rank that caused it.
+
+    `told` holds the error of each rank as text, if it has one. A `PeerLost` counts as caused by another rank's error.
+    """
     first = next(
         (r for r, words in enumerate(told) if words and not words.startswith(PeerLost.__name__)), None
     )

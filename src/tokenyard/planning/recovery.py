@@ -15,11 +15,11 @@ from tokenyard.planning.state import PlanState, WholePlan
 
 
 class Recovery:
-    """Serves the layers of a plan on other ranks after a loss."""
+    """Lets a plan go on after a loss: on the ranks that are left, or with fresh ranks."""
 
     def __init__(self, state: PlanState, move: MoveUnderWay) -> None:
         self._state, self._move = state, move
-        self.calls = 0  # of layers that have ended well, where losses are survived
+        self.calls = 0  # calls of layers that have succeeded; counted in plans with `survive` only
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """See `Plan.go_on_without`."""
@@ -50,7 +50,7 @@ class Recovery:
         ):
             raise loss
         if any(w.exchange_spec.placement.without(loss.peers).lost_experts for w in self._state.draft.wirings):
-            raise loss  # some experts had no other copy any more
+            raise loss  # some experts have no copy on the ranks that are left
         self.go_on_without(loss.peers)
         told = self._state.group.gather_json([self.calls, layer], phase="after a loss")
         furthest = max(calls for calls, _ in told)
@@ -91,7 +91,7 @@ class Recovery:
                 rank=self._state.group.rank,
             )
         everybody = group or whole.group.readmit(whole.lost, seconds=seconds)
-        # A fresh rank loads its libraries and its weights, and only then makes its plan.
+        # A fresh rank makes its plan late: it first loads its libraries and its weights.
         with everybody.patience(seconds):
             restored, number = self._state.redraft(
                 everybody, lambda: [whole.specs[spec.name] for spec in self._state.draft.specs]
@@ -100,7 +100,7 @@ class Recovery:
         self._restart(restored, everybody, number, restored_whole)
 
     def _restart(self, agreed: Draft, group: Group, number: int, whole: WholePlan) -> None:
-        """Serve what was agreed on with another group. Nothing that was shared with the old one is used again."""
+        """Serve a draft on another group. Nothing that was shared with the old group is used again."""
         self._move.close_carrier()
         self._state.exchange.close()
         old = self._state.whole

@@ -1,19 +1,21 @@
-"""The next group of a plan, for `Plan.grow` and `Plan.shrink`: made in the background, and taken in one switch.
+"""The next group of a plan, for `Plan.grow` and `Plan.shrink`: it is made in the background, and taken in one switch.
 
-A move of experts carries it (`rebalancing`). Its thread first makes the group that the plan is to have, and an exchange
-there, for the placements that the layers will have; then it copies experts, while the layers run on the old group. When
-all ranks are ready, each of them takes both between two calls.
+The change of ranks is part of a move of experts (`rebalancing`). The thread of the move first makes the next group of
+the plan, and an exchange on it for the new placements. Then it copies experts, while the layers run on the old group.
+When all ranks are ready, each of them switches to the new group and the new placements between two calls.
 
-**One decision.** A rank may be lost while some ranks have taken the next group, and others have not. These must not
-wait for each other in different groups. So whoever takes the next group says so first where the ranks find each other
-(`Group.decide`), and so does whoever will not take it any more: the first word stands, and all ranks follow it.
+**One decision.** A rank may be lost when some ranks have switched to the next group and others have not. These ranks
+must not wait for each other in different groups. A rank that is about to switch therefore first records this decision
+where all ranks can read it (`Group.decide`), and so does a rank that will not switch any more. The first decision
+stands, and all ranks follow it.
 
-**Leaving.** When all have switched, which they tell each other in the background, what the old group shared is given
-back. A rank that leaves waits for this in `wait`: until then others may still read what it has sent. Who has not
-switched after a deadline is lost to the others in their next call, and not waited for any longer.
+**Leaving.** The ranks tell each other in the background when they have switched. After all have, they free what the old
+group shared. A rank that leaves waits for this in `wait`: until then others may still read what it has sent. A rank
+that has not switched after a deadline is not waited for any longer; the others find it lost in their next call.
 
-**A rank that fails** says that the plan stays as it is, and may then be anywhere. The others look for this word while
-they wait for each other to come (`StayCheck`): there, nothing else would tell them that one will not.
+**A rank that fails** decides that the plan stays as it is, and may not come to the next group. The other
+ranks look for this decision while they wait for the ranks of the next group (`StayCheck`): nothing else would tell them
+that one of these will not come.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
 GO, STAY = "switch", "stay"
-# Seconds between two looks whether a rank has said that the plan stays as it is.
+# Seconds between two checks whether a rank has decided that the plan stays as it is.
 _LOOK = 0.1
 
 
 class StayCheck:
-    """Called while a rank waits for others to come: raises once one of them has said that the plan stays as it is."""
+    """A check to call while waiting for other ranks: raises once one has decided that the plan stays as it is."""
 
     def __init__(self, group: Group, question: str) -> None:
         self._group, self._question = group, question
@@ -54,7 +56,7 @@ class StayCheck:
 
     def __call__(self) -> None:
         if self._answer is None and time.monotonic() >= self._next_look:
-            with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+            with contextlib.suppress(TokenyardError):  # the store of the group does not answer
                 self._answer = self._group.decided(self._question)
             self._next_look = time.monotonic() + _LOOK
         if self._answer == STAY:
@@ -64,15 +66,15 @@ class StayCheck:
 
 
 def give_up(group: Group, question: str, error: BaseException | None, members: Sequence[int] = ()) -> None:
-    """Say that this rank has failed: the plan stays as it is, unless the others have switched already.
+    """Decide, because this rank has failed, that the plan stays as it is, unless another rank has switched already.
 
-    They name the ranks that this one has lost: who waits for a rank that does not come says the same of it, whether
-    its own time is up or it hears this word first. `members`, if any, are the ranks as the others number them.
+    With it, this rank writes down which ranks it has lost, and the others raise `PeerLost` for the same ranks.
+    `members`, if not empty, maps the ranks that `error` names to their numbers in the plan's group.
     """
     lost = [
         members[rank] if members else rank for rank in (error.peers if isinstance(error, PeerLost) else ())
     ]
-    with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+    with contextlib.suppress(TokenyardError):  # the store of the group does not answer
         group.decide(_by_whom(question), json.dumps([f"rank {group.rank}", lost]))
         group.decide(question, STAY)
 
@@ -82,12 +84,12 @@ def _by_whom(question: str) -> str:
 
 
 class NextGroup:
-    """The group that a plan is to have after a move, on one rank of the present one."""
+    """The group that a plan will have after a change of ranks, as one rank of the present group sees it."""
 
     group: Group | None  # None before it was made, and on a rank that leaves
-    exchange: Exchange | None  # what will move the rows
-    draft: Draft  # what will be served
-    carrier: Carrier  # of experts on their way
+    exchange: Exchange | None  # the exchange on that group; None as above
+    draft: Draft  # the draft that the plan will serve there
+    carrier: Carrier  # copies experts between the ranks
 
     def __init__(
         self,
@@ -107,11 +109,11 @@ class NextGroup:
         self.held: dict[
             str, list[HeldExperts]
         ] = {}  # where all ranks of the next group hold experts, with fresh ones
-        self.left_behind: list[Callable[[], None]] = []  # gives back what the ranks shared before
+        self.left_behind: list[Callable[[], None]] = []  # functions that free what the old group shared
         self._present, self._question = present, question
         self._make_group, self._make_draft, self._layers = make_group, make_draft, layers
         self._patience = patience  # seconds for which fresh ranks are waited for; None if there are none
-        self._decided_in = decided_in or present  # where fresh ranks, too, look for the decision
+        self._decided_in = decided_in or present  # the group whose decisions fresh ranks can read, too
         self._answer: str | None = None
         self._stay_check = StayCheck(self._decided_in, question)
         self._farewell_until: float | None = None
@@ -136,22 +138,22 @@ class NextGroup:
         self.carrier = Carrier(carried_by, self._question, check=self._check)
 
     def all_have_copied(self) -> None:
-        """Return when fresh ranks, which tell nothing in dispatches, have their experts."""
+        """Wait until fresh ranks have copied their experts: they make no dispatches that would announce it."""
         if self._patience is not None:
             self.carrier.meet()
 
     def take(self) -> bool:
-        """Whether the next group is taken, by this rank and all others. The first word of any rank stands."""
+        """Decide to switch to the next group, unless a rank has decided before; return whether all ranks switch."""
         self._answer = self._answer or self._decided_in.decide(self._question, GO)
         return self._answer == GO
 
     def refuse(self) -> bool:
-        """Whether the plan stays with the present group: unless another rank has taken the next one."""
+        """Decide to stay with the present group, unless a rank has decided before; return whether all ranks stay."""
         self._answer = self._answer or self._decided_in.decide(self._question, STAY)
         return self._answer == STAY
 
     def say_farewell(self) -> None:
-        """Wait until all ranks have switched, for a deadline at most, and give back what they shared before."""
+        """Wait until all ranks have switched, at most for the deadline, and free what the old group shared."""
         self._farewell_until = time.monotonic() + self._present.deadline
         with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
             self.carrier.meet()
@@ -160,18 +162,18 @@ class NextGroup:
             give_back()
 
     def _check(self) -> None:
-        """Raise where the others need not be waited for."""
+        """Raise if this rank need not wait for the others any longer."""
         self._stay_check()
         if self._farewell_until is not None and time.monotonic() > self._farewell_until:
             waited = self._present.deadline
             raise self._present.lost([], phase="leaving the group before", waited=waited)
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """The plan stays with the present group: end the waits of others for the next one, and give it back.
+        """Stay with the present group: end the waits of other ranks for the next group, and close it.
 
-        `error` is what this rank has failed with.
+        `error` is the error of this rank.
         """
-        # Before there is a carrier, those that stay meet as the next group numbers them.
+        # Before there is a carrier, an error of a shrinking plan names ranks as the next group numbers them.
         renumbered = not self.admits and not hasattr(self, "carrier")
         give_up(self._decided_in, self._question, error, self.members if renumbered else ())
         if self.group is not None:
@@ -186,9 +188,10 @@ class NextGroup:
 
 
 def placement_without(present: Placement, leaving: Sequence[int], slots: Sequence[int]) -> Placement:
-    """A placement of the same ranks, in which some hold nothing; the others have so many slots.
+    """A placement on the same ranks in which the leaving ones hold no experts; `slots` are the slots of each rank.
 
-    Experts that nobody else has go to the ranks with the fewest. Further copies are kept where a slot stays spare.
+    Experts that only leaving ranks hold go to the staying ranks with the fewest experts. Further copies are kept where
+    a rank still has a spare slot afterwards.
 
     >>> placement_without(Placement.contiguous(6, 3), [1], [4, 4, 4]).table
     ((0, 1, 2), (), (4, 5, 3))
@@ -216,7 +219,7 @@ def placement_without(present: Placement, leaving: Sequence[int], slots: Sequenc
 
 
 def placement_with(present: Placement, count: int) -> Placement:
-    """A placement on so many ranks more, to which the fullest ranks give experts until all have as many.
+    """A placement on `count` further ranks, which get experts of the fullest ranks until all hold about equally many.
 
     >>> placement_with(Placement.contiguous(6, 2), 1).table
     ((0, 1), (3, 4), (2, 5))
@@ -236,12 +239,12 @@ def placement_with(present: Placement, count: int) -> Placement:
 
 
 def widened(present: Placement, count: int) -> Placement:
-    """The same placement, with so many ranks more that hold nothing yet."""
+    """The same placement with `count` further ranks that hold no experts yet."""
     return Placement.explicit(present.num_experts, [*present.table, *[()] * count])
 
 
 def introduction(draft: Draft, question: str, goals: Mapping[str, Placement]) -> dict[str, Any]:
-    """What fresh ranks are told of a plan, as plain values."""
+    """The description of a plan that fresh ranks receive, as plain values."""
     return {
         "question": question,
         "exchange": draft.exchange.name,
@@ -258,7 +261,7 @@ def introduction(draft: Draft, question: str, goals: Mapping[str, Placement]) ->
 
 
 def exchange_named(name: str, rank: int) -> Any:
-    """The exchange that fresh ranks are told of."""
+    """The exchange of this name; raise if fresh ranks could not find it by name, because it is a user's class."""
     if name not in EXCHANGES:
         raise PlanError(
             f"the plan's exchange is {name!r}",
@@ -270,7 +273,7 @@ def exchange_named(name: str, rank: int) -> Any:
 
 
 def empty_weights(wiring: Wiring, rank: int) -> ExpertWeights:
-    """Weights of the experts that a rank is to have, all zero: memory into which they come from other ranks."""
+    """Zero weights for the experts that a rank is to have: memory into which other ranks' weights are copied."""
     spec = wiring.experts_spec(rank)
     dtype = WEIGHT_DTYPES.get(spec.weights, torch.float32)
     made = ExpertWeights(**{name: torch.zeros(shape, dtype=dtype) for name, shape in spec.shapes().items()})  # type: ignore[arg-type]
@@ -291,7 +294,7 @@ def check_leaving(ranks: Sequence[int], group: Group) -> list[int]:
 
 
 def check_grown(grown: object, present: Group) -> int:
-    """How many ranks come: a number, or those that a group has more, which begins with those of the present one."""
+    """The number of fresh ranks: `grown` itself, or how many ranks the group `grown` has more than the present one."""
     if not isinstance(grown, Group):
         if not is_size(grown):
             raise InputError(
@@ -313,7 +316,7 @@ def check_grown(grown: object, present: Group) -> int:
 
 
 def not_taken_in(rank: int) -> HandleError:
-    """The error of a fresh rank whose plan stays as it was."""
+    """The error of a fresh rank that the other ranks did not take into their plan."""
     return HandleError(
         "the other ranks go on without this one",
         expected="all of them to be ready, and to switch",

@@ -1,4 +1,4 @@
-"""`LayerSpec`: all that a user says about a layer. The plan checks it."""
+"""`LayerSpec`: the description of one layer, which a user passes to `plan`, and the checks of its fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenyard.planning.choosing import AUTO
 from tokenyard.routing import Placement, Router, is_scaling
 from tokenyard.routing.placement import MOST_EXPERTS
 
-# No size of a layer is larger: a typing error must not become an allocation, nor an offset that overflows.
+# The largest size that a layer may have: a mistyped number must not allocate all memory, nor overflow an offset.
 LARGEST_SIZE = 2**31 - 1
 
 
@@ -44,44 +44,44 @@ class LayerSpec:
     wire: str | Format | None = None
     # The format in which results travel back. None: the layer's own dtype.
     combine_wire: str | Format | None = None
-    # The format that the experts compute on. None: whatever arrives. Rows that do not arrive in it are
-    # quantized by the experts (quantize-after); rows that do, by the sender (quantize-before).
+    # The format that the experts compute on. None: the format in which rows arrive. If rows do not arrive in it, the
+    # experts quantize them (quantize-after); if they do, the sender has quantized them (quantize-before).
     expert_rows: str | Format | None = None
     # The function between an expert's two products: a name, or an `Activation` with constants of its own.
     activation: str | Activation = "swiglu"
     bias: bool = False  # whether experts have biases, `b13` and `b2`
     # The format that holds the weight matrices; `ExpertWeights.quantize` makes them.
     weights: str = "bf16"
-    # How numbers are held between an expert's two products. "exact": as close as the products are. A format: they
-    # are quantized to it there, once ("fp8_block128", for weights in that format or in "mxfp4").
+    # How the activation between an expert's two products is held. "exact": in the precision of the products. A format:
+    # it is quantized once to that format ("fp8_block128", for weights in that format or in "mxfp4").
     inner: str | Format = EXACT
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
     # Turns logits into routes. None: every call passes ready `Routes`.
     router: Router | None = None
-    # The factor that routing weights hold. None: the router's, or 1.
+    # The routed scaling factor that routing weights contain. None: that of the router, or 1 without a router.
     routed_scaling: float | None = None
     # Which rank owns which expert: a name, or a table.
     placement: str | Placement = "contiguous"
-    # Further experts that each rank has memory for: `plan.rebalance` moves experts through it. Beyond one, that memory
-    # may hold copies of hot experts.
+    # Slots for further experts that each rank allocates: `plan.rebalance` copies experts into them. All but one of
+    # these slots may hold copies of hot experts.
     spare_experts: int = 0
     # What computes the experts: a name, or a class of your own. `auto`: fused on GPUs that run them, else grouped.
     experts: str | type[Experts] = AUTO
     # Further per-token payloads that travel with the rows.
     payloads: tuple[Payload, ...] = ()
-    # Who sums a token's results over ranks. The caller gets them unreduced, as `RankRows`.
+    # Who sums a token's results over ranks. With "caller", the caller gets them unreduced, as `RankRows`.
     reduce_ranks: Literal["exchange", "caller"] = "exchange"
-    # What comes home, and in which order it is summed. "ranks": each rank sums its experts of a token; fewest bytes.
-    # "choices": the result of each choice, summed in the order of a token's choices; the bits of a result depend on
-    # neither the number of ranks, nor the placement, nor the exchange.
+    # Which results travel back, and in which order they are summed. "ranks": one row per rank, the sum of its experts
+    # of a token; fewest bytes. "choices": one row per choice, summed in the order of a token's choices; the bits of the
+    # output then depend on neither the number of ranks, nor the placement, nor the exchange.
     sum: Literal["ranks", "choices"] = "ranks"
-    # Expert parallelism splits experts between ranks, never one expert: only 1 can be planned.
+    # Ranks that share one expert. Only 1 can be planned: an expert is never split between ranks.
     tensor_parallel: int = 1
 
 
 def check_spec(spec: LayerSpec) -> Reason | None:
-    """None, or the first field that holds what no layer can have, whatever else it is planned with."""
+    """None, or the reason for the first field whose value is invalid in any layer, whatever exchange is planned."""
     for check in (_check_kinds, _check_sizes, _check_choices, _check_router, _check_payloads):
         if (reason := check(spec)) is not None:
             return reason
@@ -89,7 +89,7 @@ def check_spec(spec: LayerSpec) -> Reason | None:
 
 
 def is_size(value: object, *, most: int = LARGEST_SIZE) -> bool:
-    """Whether something is a whole number from 1 to `most`. True is not 1.
+    """Whether `value` is an int from 1 to `most`. Booleans do not count.
 
     >>> is_size(1), is_size(True), is_size(10**15)
     (True, False, False)
@@ -97,8 +97,8 @@ def is_size(value: object, *, most: int = LARGEST_SIZE) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
-# What each field may be, in words and as types; None stands for itself. Those that are not here are checked below,
-# or by the room that knows their names.
+# The types that each field may have, with the words for errors. The other fields are checked by the functions below,
+# and names by the module that resolves them.
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "name": ("a name", (str,)),
     "dtype": ("a torch.dtype", (torch.dtype,)),

@@ -1,7 +1,7 @@
-"""What the parts of a plan share: the ranks, the layers, and the exchange that serves them now.
+"""`PlanState`: what the parts of a plan share, that is the present group, wirings and exchange.
 
-A plan is made of parts: `ExpertMoves` moves experts between its ranks, `Recovery` goes on after a loss. They hold this
-object, and not the plan: nothing refers back to a plan, so that its memory is given back as soon as nobody uses it.
+A plan has parts: `ExpertMoves` moves experts between its ranks, `Recovery` goes on after a loss. They refer to this
+object and not to the plan. Without such a reference cycle, the plan's memory is freed with the last reference to it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ class WholePlan:
     group: Group
     specs: dict[str, LayerSpec]
     lost: tuple[int, ...] = ()
-    made_here: bool = False  # whether the group is the plan's own, to be closed by it
+    made_here: bool = False  # whether the plan made the group, and must close it
 
     def without(self, lost: Sequence[int]) -> WholePlan:
-        """The same after further losses; `lost` are ranks as the present group numbers them."""
+        """The same with further lost ranks, given as the present group numbers them (without those lost before)."""
         left = [rank for rank in range(self.group.size) if rank not in self.lost]
         return replace(self, lost=tuple(sorted({*self.lost, *(left[rank] for rank in lost)})))
 
 
 class PlanState:
-    """What a plan serves now, and on which ranks."""
+    """The group, exchange and wirings that a plan has at present."""
 
-    group: Group  # the ranks that agreed
-    exchange: Exchange  # what moves the rows
-    draft: Draft  # the wiring of all layers, and its bytes
+    group: Group  # the ranks that agreed on the draft
+    exchange: Exchange  # the exchange that moves the rows of all layers
+    draft: Draft  # the wiring of all layers, and the bytes that they need
     wirings: dict[str, Wiring]  # the wiring of each layer, by name
 
     def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool) -> None:
-        self.survive = survive  # whether a call goes on where a rank is lost in it
-        # What has the experts of each layer on this rank: the `MoELayer` that was made last.
+        self.survive = survive  # whether a call of a layer succeeds even if a rank is lost in it
+        # By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last.
         self.layers: weakref.WeakValueDictionary[str, HoldsExperts] = weakref.WeakValueDictionary()
         self.whole = WholePlan(group=group, specs={spec.name: spec for spec in draft.specs})
         self.start(draft, group, plan_id)
 
     def start(self, draft: Draft, group: Group, plan_id: int) -> None:
-        """Serve a draft, through an exchange of its own. Collective over the group."""
+        """Make an exchange for a draft, and serve the draft with it. Collective over the group."""
         self.take(make_exchange(draft, group, plan_id), draft)
 
     def take(self, exchange: Exchange, draft: Draft) -> None:
@@ -63,7 +63,7 @@ class PlanState:
             stats.lost = list(self.whole.lost)
 
     def adopt(self, draft: Draft) -> None:
-        """Serve the wirings of a draft from now on."""
+        """Use the wirings of a draft from now on, with the present exchange."""
         self.draft = draft
         self.wirings = {wiring.spec.name: wiring for wiring in draft.wirings}
         if not self.whole.lost:
@@ -78,7 +78,7 @@ class PlanState:
     def redraft(
         self, group: Group, specs: Callable[[], Sequence[LayerSpec]], **changes: Any
     ) -> tuple[Draft, int]:
-        """What this plan would be with these layers, agreed on by all ranks of a group."""
+        """A draft of these layers with this plan's settings, and its number, agreed on by all ranks. Collective."""
         kept = {"exchange": self.draft.exchange, **self.draft.settings}
         return agree_on_draft(
             group,
@@ -87,7 +87,7 @@ class PlanState:
         )
 
     def warmup(self) -> None:
-        """Compile and load all kernels, before the first one that waits. Collective."""
+        """Compile and load all kernels before one runs that waits for other ranks. Collective."""
         with self.exchange.in_use():
             self.exchange.warmup([wiring.exchange_spec for wiring in self.draft.wirings])
 
@@ -116,7 +116,7 @@ class PlanState:
 
 
 def make_exchange(draft: Draft, group: Group, plan_id: int) -> Exchange:
-    """An exchange that serves a draft, with all that its first calls need. Collective over the group."""
+    """Make an exchange that serves a draft, and warm up its kernels. Collective over the group."""
     made = Exchange(
         draft.exchange,
         group,

@@ -1,4 +1,4 @@
-"""Whether calls of a plan go on where a rank is lost in them: what its layers must have for that."""
+"""What the layers of a plan must have so that a call succeeds even if a rank is lost in it (`survive=True`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenyard.planning.drafting import Draft
 
 
 def check_survives(drafted: Draft, device: torch.device) -> None:
-    """Raise unless any one rank can be lost in a call, and the result has the same bits without it."""
+    """Raise unless the plan can lose any one rank in a call and still compute the same bits on the others."""
     for wiring in drafted.wirings:
         table = wiring.exchange_spec.placement.table
         alone = [

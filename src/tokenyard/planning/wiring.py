@@ -1,8 +1,8 @@
-"""Wiring: which party does each duty of a layer. Every duty has exactly one, or there is no wiring.
+"""Wiring: which party does each duty of a layer. Every duty has exactly one party, or the layer cannot be wired.
 
-A MoE layer is a chain of parts that could each do a job, and silently corrupts when two of them do it, or
-none. The jobs are named here (`Duty`), so are those who can do them (`Party`), and `wire_layer` assigns each
-job once, from what the parts declare. What they declare they cannot do comes back as a `Reason`.
+A MoE layer is a chain of parts, several of which could do the same job, such as quantizing. If two of them do it, or
+none, the result is silently wrong. `wire_layer` gives each job (`Duty`) to exactly one part (`Party`), from what the
+parts declare that they can do. If a part declares that it cannot do what the layer asks for, the result is a `Reason`.
 
     duty             who has it
     QUANTIZE         the sender, if the wire is quantized; else the experts, if they compute on quantized rows
@@ -40,11 +40,11 @@ from tokenyard.routing import placement_for
 class Wiring:
     """One layer, resolved and checked: every name is an object, every duty has its party."""
 
-    spec: LayerSpec  # the layer, as it was asked for
-    exchange_spec: ExchangeSpec  # what the exchange is told of the layer
+    spec: LayerSpec  # the layer, as the user described it
+    exchange_spec: ExchangeSpec  # the description of the layer for the exchange
     exchange: type[Transport]  # the class that moves rows
     experts: type[Experts]  # the class that computes
-    expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
+    expert_rows: Format | None  # the format that the experts compute on; None: that in which rows arrive
     inner: Format | None  # the format of numbers between an expert's two products; None: exact
     duties: Mapping[Duty, Party]  # the one party that does each duty
     experts_reason: str | None = None  # why these experts were chosen; None: the layer names them
@@ -61,7 +61,7 @@ class Wiring:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Plain values that say all that ranks must have in common."""
+        """All that must be the same on every rank, as plain values by name."""
         spec, exchange_spec = self.spec, self.exchange_spec
         plain = {f.name: getattr(spec, f.name) for f in fields(spec)}
         plain |= {
@@ -94,7 +94,7 @@ def wire_layer(
 ) -> Wiring | Reason:
     """Resolve a layer's names and assign its duties, or give the reason why that cannot be done.
 
-    `max_rows` bounds the rows that a rank receives in one pass; what is more than may come is no bound.
+    `max_rows` bounds the rows that a rank receives in one pass; it is ignored if no more rows could come anyway.
     `device` is where the rows of the ranks live, if that is known.
     """
     if (reason := check_spec(spec)) is not None:
@@ -167,7 +167,7 @@ def wire_layer(
 def _duties(
     spec: LayerSpec, exchange_spec: ExchangeSpec, experts: type[Experts], expert_rows: Format | None
 ) -> dict[Duty, Party]:
-    """Each duty's one party."""
+    """The party that does each duty."""
     quantizer, quantized = Party.NOBODY, None
     if exchange_spec.wire.quantized:
         quantizer, quantized = Party.SENDER, exchange_spec.wire

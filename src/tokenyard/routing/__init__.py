@@ -1,7 +1,7 @@
-"""Routers: from logits to routes. And routes: what a layer takes, whoever made them.
+"""Routes, routers and placements: which experts take each token, and which ranks own them.
 
-*Routes* say which experts take each token and with what weight: two tensors, which are checked. A router of your
-own only has to return them. The routers here are those of the open models:
+*Routes* say which experts take each token and with what weight: two tensors, which a layer checks. A router turns
+logits into routes. A router of your own only has to return `Routes`. The routers here are those of the open models:
 
     router            score of an expert     chosen by                 weight
     softmax           softmax(logits)        score                     score, renormalized or not
@@ -20,7 +20,7 @@ Rules that all of them keep:
   needs no more, and they travel), weights as float32.
 - Ties go to the lowest expert id, on every device: the choice is a *stable* sort of each row, because
   `torch.topk` promises no order. Rows are short (E ≤ 512 in the models above).
-- A bias moves the choice, never the weight.
+- A bias changes which experts are chosen, never their weights.
 - `Routes.scaled_by` says which routed scaling factor the weights hold, so that it is applied exactly once.
 - A row of NaN (a padding token) gives ids in range and NaN weights, not a crash. `valid_T` turns the routes
   of padding tokens into id -1, weight 0: such a row is sent nowhere.

@@ -1,8 +1,8 @@
 """Placements for uneven load: how many copies each expert gets, and on which ranks they live.
 
-The *load* of an expert is the number of choices that fall on it. Copies of an expert share its load evenly, where all
-ranks bring as many tokens (the rule of `Placement`), so the load of a rank is the sum of load / copies over the experts
-that it holds. A call takes as long as its busiest rank: `imbalance` is the load of that rank over the mean, 1 at best.
+The *load* of an expert is the number of choices that fall on it. If all ranks bring equally many tokens, the copies of
+an expert share its load evenly (the rule of `Placement`). The load of a rank is then the sum of load / copies over the
+experts that it holds. A call takes as long as its busiest rank: `imbalance` is its load over the mean, 1 at best.
 
 `balance` searches for a placement in these steps:
 
@@ -10,11 +10,12 @@ that it holds. A call takes as long as its busiest rank: `imbalance` is the load
 2. **Packing.** Copies, the heaviest first, go to the least loaded rank that has room and does not hold the expert yet.
 3. **Swaps.** The busiest rank moves a copy to another rank, or swaps two, where this lowers the larger of both loads
    most; again and again, until nothing helps.
-4. **Near the present one.** The same copies are added to the present placement, others dropped from it, and swapped
-   until it is as good as what step 3 has found, all but 1%. If that succeeds, fewer experts move.
+4. **Near the present one.** Copies are added to the present placement and dropped from it, until each expert has the
+   number of step 1. Then they are swapped until the placement is within 1% of that of step 3. If that succeeds, fewer
+   experts move.
 
-Steps 1 and 2 alone are the published greedy algorithm, and what `balance` returns is never worse than they are; but
-there, two copies of an expert may meet on a rank, which is better where few experts have nearly all the load.
+Steps 1 and 2 alone are the published greedy algorithm, and the result of `balance` is never worse than theirs. But the
+published algorithm may put two copies of an expert on one rank, which is better if few experts have nearly all load.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Holds = NDArray[np.bool_]  # [W, E]: whether a rank holds an expert
 
 # Placements whose busiest ranks differ by less than this share are equally good: the one with fewer moves is taken.
 _AS_GOOD = 0.01
-# A swap must lower the load of the busiest rank by this share: without a goal, smaller gains are not worth their time.
+# Without a goal, a swap must lower the load of the busiest rank by at least this share, to be worth its time.
 _LEAST_GAIN = 5e-4
 _ANY_GAIN = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """An expert's weights go from a rank that holds them to one that will."""
+    """The copy of an expert's weights from a rank that holds them to a rank that is to hold them."""
 
     expert: int  # the global id
     source: int  # a rank that holds it now: of the same host, if one does
@@ -101,7 +102,7 @@ def balance(
     packed = search.swap(greedy)
     goal = min(search.busiest(packed) * (1 + _AS_GOOD), search.busiest(greedy))
     near = search.swap(search.adapt(search.copies_E), goal=goal)
-    # On renumbered ranks the same sums may round otherwise: that one is as good in any case.
+    # The renumbered one is a candidate even if its load is slightly above the goal: only the rounding of sums differs.
     good = [search.renumber(packed), *([near] if search.busiest(near) <= goal else [])]
     best = min(good, key=lambda holds: (*search.moved(holds), search.busiest(holds)))
     if search.serves(search.present) and search.busiest(search.present) <= goal:
@@ -128,7 +129,7 @@ def moves(present: Placement, wanted: Placement, hosts: Sequence[int] | None = N
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Search:
-    """What a placement is searched for, and the steps of the search. A placement is a matrix of what ranks hold."""
+    """The inputs of a search for a placement, and its steps. A placement is a [W, E] matrix of what ranks hold."""
 
     load: Loads  # [E]
     slots: NDArray[np.int64]  # [W], the experts that a rank has room for
@@ -176,7 +177,7 @@ class _Search:
         return fits and bool(holds.any(axis=0).all()) and bool(holds.sum() <= self.copies_E.sum())
 
     def moved(self, holds: Holds) -> tuple[int, int]:
-        """How many experts must go to another host, and to another rank, from where they are now."""
+        """The number of copies that must travel between hosts, and between ranks, to get from the present placement."""
         new = holds & ~self.present
         there = np.zeros_like(holds)
         for host in np.unique(self.host):
@@ -186,7 +187,7 @@ class _Search:
     # -- The steps -----------------------------------------------------------------------------------------
 
     def pack(self, copies_E: NDArray[np.int64]) -> Holds:
-        """Put all copies on ranks that hold nothing yet: step 2."""
+        """Step 2: distribute all copies over empty ranks."""
         holds = np.zeros_like(self.present)
         loads = np.zeros(len(self.slots))
         share = self.load / copies_E
@@ -196,7 +197,7 @@ class _Search:
         return holds
 
     def adapt(self, copies_E: NDArray[np.int64]) -> Holds:
-        """The present placement with these numbers of copies: the busiest ranks drop some, the idlest add some."""
+        """The present placement with these numbers of copies: the busiest ranks drop some, the idlest ones add some."""
         holds = self.present.copy()
         share = self.load / copies_E
         loads = holds @ share
@@ -237,7 +238,7 @@ class _Search:
         loads[rank] += share
 
     def swap(self, holds: Holds, *, goal: float | None = None) -> Holds:
-        """Move and swap copies of the busiest rank until its load is at most `goal`, or nothing helps: step 3."""
+        """Step 3: move and swap copies of the busiest rank until its load is at most `goal`, or nothing helps."""
         holds, least = holds.copy(), _LEAST_GAIN if goal is None else _ANY_GAIN
         share = self.load / np.maximum(holds.sum(axis=0), 1)
         while True:
@@ -246,13 +247,13 @@ class _Search:
             if goal is not None and loads[busiest] <= goal:
                 break
             given = np.flatnonzero(holds[busiest])
-            # What comes back for it: a copy of another rank, or nothing (number -1) where a rank has room.
+            # What the busiest rank gets in return: a copy of another rank, or nothing (-1), if that rank has room.
             rank_N, taken_N = np.nonzero(holds)
             spare = np.flatnonzero(holds.sum(axis=1) < self.slots)
             rank_N = np.concatenate([rank_N, spare])
             taken_N = np.concatenate([taken_N, np.full(len(spare), -1)])
             back_N = np.where(taken_N < 0, 0.0, share[taken_N])
-            less = share[given][:, None] - back_N[None, :]  # what the busiest rank is rid of
+            less = share[given][:, None] - back_N[None, :]  # load that the busiest rank loses
             larger = np.maximum(loads[busiest] - less, loads[rank_N][None, :] + less)
             refused = holds[:, given][rank_N].T | ((taken_N >= 0) & holds[busiest, taken_N])[None, :]
             larger = np.where(refused, np.inf, larger)
@@ -266,12 +267,12 @@ class _Search:
         return holds
 
     def renumber(self, holds: Holds) -> Holds:
-        """The same shares on other ranks: each goes to the rank that holds most of it already."""
+        """The same rows of the matrix under other rank numbers: each goes to the rank that holds most of it already."""
         near = np.zeros(holds.shape)
         for host in np.unique(self.host):
             near[self.host == host] = self.present[self.host == host].any(axis=0)
         kept = holds.astype(float) @ (self.present + near / 10).T  # [share, rank]
-        # A rank with other memory cannot take the share.
+        # Ranks with different numbers of slots do not exchange their rows.
         kept[self.slots[:, None] != self.slots[None, :]] = -np.inf
         renumbered = np.zeros_like(holds)
         shares, ranks = np.ones(len(holds), dtype=bool), np.ones(len(holds), dtype=bool)
@@ -284,7 +285,7 @@ class _Search:
 
 
 def _copies(load: Loads, total: int, world: int) -> NDArray[np.int64]:
-    """Copies of each expert, at most one on each rank: step 1."""
+    """Step 1: the number of copies of each expert, at most one for each rank."""
     copies = np.ones(len(load), dtype=np.int64)
     queue = [(-value, expert) for expert, value in enumerate(load.tolist()) if world > 1]
     heapq.heapify(queue)
@@ -297,7 +298,7 @@ def _copies(load: Loads, total: int, world: int) -> NDArray[np.int64]:
 
 
 def _loads(load: Loads, holds: Holds) -> Loads:
-    """The load of each rank. What nobody holds is nobody's load."""
+    """The load of each rank. The load of experts that no rank holds is left out."""
     loads: Loads = holds @ (load / np.maximum(holds.sum(axis=0), 1))
     return loads
 
@@ -310,7 +311,7 @@ def _holds(placement: Placement) -> Holds:
 
 
 def _placement(present: Placement, holds: Holds) -> Placement:
-    """What ranks hold as a table: new experts take the places of those that leave."""
+    """The matrix as a placement, in which new experts get the local ids of those that leave."""
     table = []
     for rank, before in enumerate(present.table):
         wanted = set(np.flatnonzero(holds[rank]).tolist())

@@ -1,23 +1,25 @@
 """Which rank owns which expert, and which rank a token's choice goes to.
 
 A *placement* is a table: for each rank of the EP group, the global expert ids that it holds, in local order.
-Everything else is read off that table: the local experts of a rank, the owners of an expert, and the lookup
+Everything else is derived from that table: the local experts of a rank, the owners of an expert, and the lookup
 tensors that turn the router's global ids into (rank, local id) pairs.
 
     contiguous(7, 3)      rank 0: 0 1 2   rank 1: 3 4   rank 2: 5 6
     round_robin(7, 3)     rank 0: 0 3 6   rank 1: 1 4   rank 2: 2 5
 
 An expert may live on several ranks (*replicas*, for experts that are hot). A token's choice then goes to
-exactly one of them, by a rule that knows the source rank and the token's own ids and nothing else:
+exactly one of them, by a rule that depends only on the source rank and the token's own ids:
 
-1. if the source rank holds the expert, it stays there: no row travels;
+1. if the source rank holds the expert, the choice stays there, and no row travels;
 2. otherwise it goes to replica number (n + sum of the token's ids that are not -1) mod (number of replicas),
-   replicas counted in rank order; the source rank is number n, from 0, of those that do not hold the expert.
+   with replicas counted in rank order. n is the number, from 0, of the source rank among the ranks that do not
+   hold the expert.
 
-With n, replicas share the load of all source ranks even where most tokens have the same ids.
+Because of n, replicas share the load of all source ranks even if most tokens have the same ids.
 
-So a token gets the same replicas whatever its neighbors in the batch are and wherever it stands among them:
-padding, slicing or reordering a batch changes no result. The same id twice in one row meets one replica.
+A token therefore gets the same replicas whatever other tokens are in its batch, and wherever it stands among
+them: padding, slicing or reordering a batch changes no result. If an id occurs twice in one row of routes, both
+choices go to the same replica.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from torch import Tensor
 from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.rows import describe
 
-# More than any model and any group has. Tables of all experts and all ranks are made: a typing error must not fill
-# the memory.
+# More than any model and any group has. Tables of all experts and all ranks are made, and a mistyped number must not
+# fill the memory.
 MOST_EXPERTS = 65536
 MOST_RANKS = 65536
 
@@ -56,11 +58,11 @@ class Placement:
 
     num_experts: int  # E, the experts of the layer
     table: tuple[tuple[int, ...], ...]  # for each rank, the global ids of its experts, in local order
-    # True after a rank was lost: experts that nobody owns any more are then no error, they are dropped.
+    # True after a rank was lost: experts without an owner are then not an error, and are dropped from routes.
     allow_lost: bool = False
 
     def __post_init__(self) -> None:
-        # Lists and NumPy integers are welcome; what is kept can be hashed and written as JSON.
+        # Lists and NumPy integers are accepted, and converted to tuples of ints, which can be hashed and sent as JSON.
         try:
             object.__setattr__(self, "num_experts", index(self.num_experts))
             object.__setattr__(self, "table", tuple(tuple(map(index, experts)) for experts in self.table))
@@ -83,7 +85,7 @@ class Placement:
 
     @classmethod
     def contiguous(cls, num_experts: int, world: int) -> Placement:
-        """Blocks of neighbors. The first E mod W ranks hold one more; beyond E, ranks hold none.
+        """Each rank holds a block of consecutive ids. The first E mod W ranks hold one more; with W > E, the last none.
 
         >>> Placement.contiguous(2, 3).table
         ((0,), (1,), ())
@@ -118,8 +120,8 @@ class Placement:
     def replicated(cls, base: Placement, replicas: Mapping[int, Sequence[int]]) -> Placement:
         """`base`, and further copies: `replicas` maps an expert to the ranks that hold it *as well*.
 
-        Copies stand behind a rank's own experts, in the order of their ids, so that one set of replicas gives
-        one table.
+        Copies come behind a rank's own experts, in the order of their ids, so that one set of replicas always
+        gives the same table.
 
         >>> Placement.replicated(Placement.contiguous(4, 2), {0: [1], 3: [0]}).table
         ((0, 1, 3), (2, 3, 0))
@@ -191,9 +193,9 @@ class Placement:
         return self._owners[expert]
 
     def owners_seen_by(self, source_rank: int) -> list[tuple[tuple[int, int], ...]]:
-        """The owners of each expert, the first of which takes a token whose ids have the sum 0, the next one 1, ….
+        """The owners of each expert by rule 2: a token whose ids have the sum s goes to number s mod their count.
 
-        Of an expert that the source rank holds itself, only that copy is listed: rule 1 then costs nothing per token.
+        For an expert that the source rank holds itself, only that copy is listed: rule 1 then costs nothing per token.
         """
         seen: list[tuple[tuple[int, int], ...]] = []
         for owners in self._owners:
@@ -208,9 +210,9 @@ class Placement:
     def resolve(self, topk_ids_TK: Tensor, source_rank: int) -> tuple[Tensor, Tensor]:
         """Where each choice of each token goes: `(rank_TK int64, local_TK int32)`, -1 where the id is -1.
 
-        The ids must be in range (`Routes.check`): here a GPU would have to wait to find out. The lookup
-        tensors are built on the first call for a device and source rank, then reused; make that call before a
-        CUDA graph is captured.
+        The ids must be in range (`Routes.check`); this is not checked here, because the host would have to wait
+        for a GPU. The lookup tensors are built on the first call for a device and source rank, then reused; make
+        that call before a CUDA graph is captured.
 
         >>> placement = Placement.replicated(Placement.contiguous(4, 3), {0: [1]})
         >>> placement.table
@@ -236,7 +238,7 @@ class Placement:
         return rank_EC[topk_ids_TK, replica_TK], local_EC[topk_ids_TK, replica_TK]
 
     def local_ids(self, topk_ids_TK: Tensor) -> Tensor:
-        """Fresh local ids (int32) of choices that are all on one rank, none of nobody.
+        """The local ids (int32, a new tensor) of choices in a placement on one rank; no id may be -1.
 
         >>> Placement.explicit(3, [[2, 0, 1]]).local_ids(torch.tensor([[0, 2]])).tolist()
         [[1, 0]]
@@ -246,7 +248,7 @@ class Placement:
         return self.resolve(topk_ids_TK, 0)[1]
 
     def fields(self) -> dict[str, Any]:
-        """Plain values that say all there is to say, for a plan's fingerprint.
+        """The placement as plain values, for a plan's fingerprint.
 
         >>> Placement.round_robin(3, 2).fields()
         {'num_experts': 3, 'table': [[0, 2], [1]]}
@@ -263,7 +265,7 @@ class Placement:
         return f"{self.num_experts} experts on {self.world} rank{'s' if self.world > 1 else ''}, {kind}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Lookup tensors stay behind: another process may have other devices.
+        # Lookup tensors are not pickled: another process may have other devices.
         return {"num_experts": self.num_experts, "table": self.table, "allow_lost": self.allow_lost}
 
     def _check_rank(self, rank: int) -> None:
@@ -302,7 +304,10 @@ class Placement:
         return self._lookups[key]
 
     def _replica_lookup(self, device: torch.device, source_rank: int) -> tuple[Tensor, ...]:
-        """Copies per expert, their ranks and local ids, as `source_rank` sees them (C: copies, at most)."""
+        """For each expert, the number of its copies, their ranks and their local ids, as in `owners_seen_by`.
+
+        C in the shapes is the most copies of an expert.
+        """
         key = (device, source_rank)
         if key not in self._lookups:
             seen = [owners or ((-1, -1),) for owners in (*self.owners_seen_by(source_rank), ())]
@@ -350,7 +355,7 @@ def placement_for(spec: str | Placement, num_experts: int, world: int) -> Placem
 
 
 def _check_sizes(num_experts: int, world: int) -> None:
-    """Raise unless there are experts and ranks, and no more than a table of them is made for."""
+    """Raise unless there is at least one expert and one rank, and no more than the limits above."""
     for found, most in ((num_experts, MOST_EXPERTS), (world, MOST_RANKS)):
         if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
             raise InputError(

@@ -1,7 +1,7 @@
 """The routers of the open models: logits in, routes out.
 
-A router scores every expert, chooses k of them per token, and makes weights of the scores of the chosen. A
-family overrides the step in which it differs; the table in the package docstring shows all of them at once.
+A router scores every expert, chooses k of them per token, and turns the scores of the chosen into weights. Each class
+overrides the steps in which its family of models differs; the table in the package docstring compares them.
 
 The choice is a stable sort of each row and not `torch.topk`: with equal scores `topk` promises no order, so
 two devices, or two ranks that must agree, could choose different experts. Equal scores are common where
@@ -36,8 +36,8 @@ SoftmaxOrder = Literal["softmax_topk", "topk_softmax"]
 class Router(ABC):
     """Turns logits into routes. Subclasses are frozen dataclasses: score, choose, weigh.
 
-    Routers without tensors compare by value; those that hold a bias compare by identity, and `fields()`
-    tells them apart by what is in it.
+    Routers without tensors compare by value; those that can hold a bias compare by identity, and their `fields()`
+    compare by the values of the bias.
     """
 
     name: ClassVar[str]  # the name in `ROUTERS`
@@ -72,7 +72,7 @@ class Router(ABC):
             )
 
     def __call__(self, logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Routes:
-        """Routes for logits in bf16, fp16 or float32. Where `valid_T` is False, nobody takes the token."""
+        """Routes for logits in bf16, fp16 or float32. Where `valid_T` is False, no expert takes the token."""
         scores_TE = self._scores(self._checked(logits_TE))
         topk_ids_TK = top_of_row(self._choice_scores(scores_TE), self.top_k)
         weights_TK = self._weights(scores_TE.gather(1, topk_ids_TK))
@@ -95,7 +95,7 @@ class Router(ABC):
         """
         scores_TE = self._scores(self._checked(logits_TE))
         num_tokens, num_experts = logits_TE.shape
-        # Weights of the right shape stand in until there are real ones: the ids must fit before the lookup.
+        # The ids are checked before scores are gathered by them. `Routes` needs weights, too: these are placeholders.
         stand_in_TK = torch.empty(topk_ids_TK.shape, device=topk_ids_TK.device)
         Routes(topk_ids_TK=topk_ids_TK, topk_weights_TK=stand_in_TK).check(
             num_experts, top_k=self.top_k, num_tokens=num_tokens, device=logits_TE.device
@@ -114,7 +114,7 @@ class Router(ABC):
             )
 
     def fields(self) -> dict[str, Any]:
-        """Plain values for a plan's fingerprint; a tensor is told by its hash.
+        """Plain values for a plan's fingerprint; a tensor is represented by its hash.
 
         >>> SoftmaxRouter(2, renormalize=True).fields()["order"]
         'softmax_topk'
@@ -139,12 +139,12 @@ class Router(ABC):
         """Each expert's score, in float32; the weights are made of these."""
 
     def _choice_scores(self, scores_TE: Tensor) -> Tensor:
-        """What the experts are chosen by: the scores, unless the family has a bias or groups."""
+        """The scores by which experts are chosen: those of `_scores`, unless the family has a bias or groups."""
         return scores_TE
 
     @property
     def _softmax_over_chosen(self) -> bool:
-        """Whether scores are logits still, and the chosen ones become weights by a softmax."""
+        """Whether the scores are the logits, and the weights are a softmax over those of the chosen experts."""
         return False
 
     def _weights(self, chosen_TK: Tensor) -> Tensor:
@@ -152,8 +152,8 @@ class Router(ABC):
         if self._softmax_over_chosen:
             chosen_TK = chosen_TK.softmax(dim=1)
         elif self.renormalize:
-            # Sigmoids of a row can all be 0 in float32: the tiny number keeps 0 / 0 out, and is lost in the
-            # rounding of every other sum.
+            # Sigmoids of a row can all be 0 in float32: the tiny number avoids 0 / 0, and does not change any
+            # other sum, where it is below the rounding error.
             chosen_TK = chosen_TK / (chosen_TK.sum(dim=1, keepdim=True) + 1e-20)
         if self.routed_scaling == 1.0:
             return chosen_TK
@@ -177,10 +177,11 @@ class Router(ABC):
 
 
 def rounded_once(function: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:
-    """A function of each number, in float64, rounded to float32: a token's scores do not depend on its batch.
+    """Apply an elementwise function in float64 and round to float32, so that scores do not depend on the batch.
 
-    In float32 they do, in the last bit: on a CPU torch computes whole vectors by other instructions than the numbers
-    that are left over at the end. In float64 they differ as well, and rounding hides that but for one number in 10^8.
+    In float32 the last bit would depend on it: on a CPU torch computes full vector registers with other instructions
+    than the elements left over at the end. In float64 the last bit differs as well, but after rounding to float32 the
+    difference is visible in only one number in 10^8.
     """
     return function(logits_TE.double()).float()
 
@@ -201,7 +202,7 @@ class SoftmaxRouter(Router):
 
     name: ClassVar[str] = "softmax"
 
-    # No default: models of this family differ, and the wrong choice gives plausible tokens.
+    # No default: models of this family differ, and a wrong value goes unnoticed, because tokens still look plausible.
     renormalize: bool = field(kw_only=True)
     # which comes first: the softmax over all experts, or the choice
     order: SoftmaxOrder = field(default="softmax_topk", kw_only=True)
@@ -243,7 +244,7 @@ class TopLogitsRouter(Router):
 
 @dataclass(frozen=True, eq=False)
 class BiasedRouter(Router):
-    """Routers whose choice is moved by a bias (DeepSeek's `e_score_correction_bias`), never the weight."""
+    """Routers that choose experts by score + bias (DeepSeek's `e_score_correction_bias`), and weight by score alone."""
 
     # float32, added to the scores for the choice
     choice_bias_E: Tensor | None = field(default=None, kw_only=True)
@@ -285,7 +286,7 @@ class BiasedRouter(Router):
 class GroupedSigmoidRouter(BiasedRouter):
     """DeepSeek-V3: experts stand in groups; the best groups are chosen first, then experts within them.
 
-    A group is as good as the sum of its two best biased scores. `num_groups=1` is no grouping.
+    The score of a group is the sum of its two best biased scores. `num_groups=1` means no grouping.
 
     >>> router = GroupedSigmoidRouter(1, num_groups=2, topk_groups=1, routed_scaling=2.5)
     >>> routes = router(torch.tensor([[3.0, -9.0, 2.0, 2.0]]))  # expert 0 is the best, group 1 is better

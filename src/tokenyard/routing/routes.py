@@ -1,8 +1,8 @@
 """Routes: which experts take each token, with what weight, and the check that they fit a layer.
 
 A wrong id reads beyond a table, a wrong K shifts a payload, and a scaling factor that is applied twice only lowers the
-accuracy. None of these shows where it was made, so all are checked before anything is moved. The check is one pass
-over the ids (a minimum and a maximum) and comparisons of shapes.
+accuracy. Such mistakes show up far from where they were made, so all are checked before anything is moved. The check is
+one pass over the ids (a minimum and a maximum) and comparisons of shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-# Up to so many ids are compared as Python's numbers: an operation of torch takes longer.
+# The most ids whose range is computed in Python: for so few, an operation of torch takes longer.
 _FEW_IDS = 64
 
 
@@ -71,9 +71,9 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         return replace(self, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
 
     def without(self, dropped_TK: Tensor, *, renormalize: bool) -> Routes:
-        """These routes with some choices turned into nobody.
+        """These routes with the choices in `dropped_TK` set to -1, so that no expert takes them.
 
-        With `renormalize` the weights that are left of a token are raised to the sum that all of them had.
+        With `renormalize`, a token's remaining weights are scaled up to the sum that all its weights had.
         """
         ids_TK = self.topk_ids_TK.masked_fill(dropped_TK, -1)
         weights_TK = self.topk_weights_TK
@@ -96,8 +96,8 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
     ) -> None:
         """Raise `InputError` unless these routes fit a layer of `num_experts` experts.
 
-        `scaled_by` is the factor that the layer expects in the weights. `values=False` leaves out the range
-        of the ids, the one question that a GPU must be waited for (and that a CUDA graph cannot ask).
+        `scaled_by` is the factor that the layer expects in the weights. `values=False` skips the range of the
+        ids, the only check for which the host waits for a GPU (and which cannot be part of a CUDA graph).
         """
         self._check_tensors()
         tokens, choices = self.topk_ids_TK.shape
@@ -125,7 +125,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
             self._check_ids(num_experts)
 
     def id_range(self) -> tuple[int, int]:
-        """The lowest and the highest id, of at least one."""
+        """The lowest and the highest id; there must be at least one."""
         ids = self.topk_ids_TK
         if ids.is_cpu and ids.numel() <= _FEW_IDS:
             rows = ids.tolist()
@@ -204,7 +204,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
 
 
 def is_scaling(value: object) -> bool:
-    """Whether weights may be multiplied by it: a finite number above 0.
+    """Whether `value` may be a routed scaling factor: a finite number above 0.
 
     >>> is_scaling(2.5), is_scaling(float("nan")), is_scaling(True)
     (True, False, False)
