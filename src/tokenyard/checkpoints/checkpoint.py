@@ -3,8 +3,8 @@
 `open_together` and `load_experts` do this on all ranks of a group: each rank reads its own experts, and if one fails,
 all raise. A file that is damaged on one host, or a wrong folder on one rank, would otherwise leave the other ranks
 waiting in the first exchange, with their memory full. Ranks therefore agree before each expensive step: on the
-headers before they read scales, and on the scales before they read the rest. If one rank raises, the others raise `PeerFailed` with
-its error; if no rank raises, but ranks hold different checkpoints, all raise `Disagreement`.
+headers before they read scales, and on the scales before they read the rest. If one rank raises, the others raise
+`PeerFailed` with its error; if no rank raises, but ranks hold different checkpoints, all raise `Disagreement`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _Map:
     last: int = 0
 
     def give_back(self, first: int, last: int) -> None:
-        """End a read of these bytes: give its pages back; the last reader also gives back those that Linux read ahead."""
+        """End a read: give the pages of its bytes back; the last reader also gives back those that Linux read ahead."""
         self._forget(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
         self.readers -= 1
         self.first, self.last = min(self.first, first), max(self.last, last)

@@ -174,7 +174,7 @@ def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
         raise _wrong(path, name, f"has dtype {shown(dtype)}", f"one of {', '.join(DTYPES)}")
     if not _whole_numbers(shape) or len(shape) > _MOST_DIMENSIONS:
         raise _wrong(path, name, f"has shape {shown(shape)}", f"at most {_MOST_DIMENSIONS} whole numbers")
-    if math.prod(filter(None, shape)) >= 2**63:  # torch also limits the product of an empty tensor's other sizes
+    if math.prod(filter(None, shape)) >= 2**63:  # for an empty tensor, of its other sizes, as in torch
         raise _wrong(path, name, f"has shape {shape}", "fewer than 2^63 elements")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _wrong(path, name, f"lies at {shown(offsets)}", "[begin, end]")
