@@ -1,10 +1,10 @@
-"""`open_checkpoint`: what a checkpoint holds, and its experts, a few at a time.
+"""`open_checkpoint` lists the tensors of a checkpoint, and reads the weights of chosen experts from it.
 
-`open_together` and `load_experts` do so on all ranks of a group: each rank reads its own experts, and if one fails, all
-raise. A file that is damaged on one host, or a folder that one rank was given wrongly, would otherwise leave the other
-ranks waiting in the first exchange, with their memory full. Here ranks compare notes before each step that is
-expensive: the headers, then the scales, then the rest. If one rank raises, the others raise `PeerFailed` with what
-it said; if all is well but ranks hold different checkpoints, all raise `Disagreement`.
+`open_together` and `load_experts` do this on all ranks of a group: each rank reads its own experts, and if one fails,
+all raise. A file that is damaged on one host, or a wrong folder on one rank, would otherwise leave the other ranks
+waiting in the first exchange, with their memory full. Ranks therefore agree before each expensive step: on the
+headers before they read scales, and on the scales before they read the rest. If one rank raises, the others raise
+`PeerFailed` with its error; if no rank raises, but ranks hold different checkpoints, all raise `Disagreement`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tokenyard.experts.weights import ExpertWeights
 from tokenyard.group import Disagreement, Group, make_together
 from tokenyard.routing import Placement, placement_for
 
-# Seconds that a rank waits for the slowest at least: it may read hundreds of gigabytes from a slow disk.
+# The least seconds that a rank waits for the slowest one, which may read hundreds of gigabytes from a slow disk.
 READING_DEADLINE = 1800.0
 
 
 class Checkpoint:
     """The weights of a model on disk. Made by `open_checkpoint`.
 
-    `layers` are its MoE layers, `shared` all tensors that do not belong to experts. Only headers are read, until a
-    tensor is asked for.
+    `layers` are its MoE layers, `shared` all tensors that do not belong to experts. Opening it reads headers only; a
+    tensor's bytes are read when a method returns it.
     """
 
     def __init__(
         self, path: Path, files: TensorFiles, model: ModelConfig, layers: Sequence[CheckpointLayer]
     ) -> None:
         self.path = path  # the folder, or the file
-        self.model = model  # what `config.json` says of the experts
-        self.config = model.values  # what is in `config.json`
+        self.model = model  # the sizes and the quantization that `config.json` declares for the experts
+        self.config = model.values  # all values of `config.json`
         self.layers = tuple(layers)  # the MoE layers
         self._files = files
         self._by_name: dict[str, CheckpointLayer] = {}
@@ -99,18 +99,18 @@ class Checkpoint:
         return found
 
     def error(self, found: str, *, expected: str, fix: str, tensor: str | None = None) -> CheckpointError:
-        """The error for what was found of this checkpoint: `found` goes on after its path."""
+        """An error about this checkpoint, whose message is its path followed by `found`."""
         said = f"{self.path}{found}"
         return CheckpointError(said, expected=expected, fix=fix, file=self.path, tensor=tensor)
 
     def reading(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertReading:
-        """A reader of some experts, which works in steps: scales, then the rest."""
+        """A reader of some experts (None: of all) that reads their scales first, and the rest in a second step."""
         found = self.layer(layer)
         chosen = range(found.num_experts) if experts is None else experts
         return ExpertReading(self._files, found, list(chosen))
 
     def experts(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertWeights:
-        """The weights of some experts of a layer, by global id, in this order; without ids, of all.
+        """The weights of the experts with these global ids, in the order of the ids; of all experts, if None are given.
 
         The bytes of other experts are not read. Quantized weights stay quantized.
         """
@@ -124,7 +124,7 @@ class Checkpoint:
         return self._files.read(name)
 
     def copy(self, name: str, write: Callable[[str, Tensor], None]) -> None:
-        """Hand a tensor's bytes on to `write(name, bytes)`, without a copy in memory."""
+        """Call `write(name, bytes)` with a tensor's bytes, which stay in the memory map: they are not copied."""
         with self._files.view_bytes(name) as raw:
             write(name, raw)
 
@@ -133,7 +133,7 @@ class Checkpoint:
         return self.reading(layer.name, []).bias_dtype if layer.bias else None
 
     def fingerprint(self) -> str:
-        """The same for checkpoints whose tensors have the same names, dtypes and shapes."""
+        """A hash of the names, dtypes and shapes of all tensors; the values do not count."""
         lines = sorted(f"{t.name} {t.dtype}{list(t.shape)}" for t in self._files.tensors.values())
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -144,8 +144,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint: a folder with `config.json` and safetensors files, or one such file.
 
-    Reads headers and the config, and checks all of it: every expert has every tensor, in the shape, dtype and
-    number that the others have and the config says. No weights are read.
+    It reads the headers and the config, and checks that every expert has every tensor, with the dtype and the shape
+    that follow from the config. No weights are read.
 
     >>> import json, tempfile, torch
     >>> from safetensors.torch import save_file
@@ -172,7 +172,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 file=path,
             )
     except CheckpointError as error:
-        # An unknown family may name its tensors, and write its sizes, in other ways.
+        # The cause may be an unknown family, which names its tensors or sizes in other ways: then name the family.
         text = text_config(values)
         family = text.get("model_type")
         if not isinstance(family, str) or family in FAMILIES:
@@ -184,7 +184,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:
-    """Raise where a config says that weights are quantized, and no tensor of the checkpoint is."""
+    """Raise if the config declares quantized weights, but no tensor of the checkpoint is quantized."""
     quantized = not config.quantization or any(
         "scale" in name or name.endswith("_blocks") or tensor.dtype not in PLAIN_DTYPES
         for name, tensor in files.tensors.items()
@@ -199,9 +199,9 @@ def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:
 
 
 def open_together(path: str | Path, group: Group) -> Checkpoint:
-    """`open_checkpoint` on every rank of a group: all get it, or all raise. Collective.
+    """Call `open_checkpoint` on every rank of a group: it succeeds on all of them, or all raise. Collective.
 
-    The path may differ between hosts; what is in it may not.
+    The path may differ between hosts; the names, dtypes and shapes of the tensors may not.
     """
 
     def note(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def open_together(path: str | Path, group: Group) -> Checkpoint:
 def load_experts(
     checkpoint: Checkpoint, layer: str | int, group: Group, placement: str | Placement = "contiguous"
 ) -> ExpertWeights:
-    """This rank's experts of a layer, as the placement says. Collective: all ranks get theirs, or all raise.
+    """The weights of the experts that `placement` gives to this rank. Collective: all ranks succeed, or all raise.
 
     >>> import json, tempfile, torch
     >>> from safetensors.torch import save_file

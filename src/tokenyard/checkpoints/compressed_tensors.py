@@ -7,8 +7,9 @@
     pack-quantized         weight_packed i32[N, D/8], weight_scale bf16[N, D/32], weight_shape i64[2]
     float-quantized        weight e4m3[N, D], weight_scale bf16 or f32[⌈N/128⌉, ⌈D/128⌉]: DeepSeek's, under another name
 
-The integers of pack-quantized stand eight to a word, number i in bits 4i to 4i + 3, as value + 8. In bytes that is
-our own order, low nibble first, but for the highest bit of each nibble: one xor, and nothing is decoded.
+pack-quantized stores eight integers in a 32-bit word, number i in bits 4i to 4i + 3, as value + 8. Byte by byte this is
+the order of `mxint4`, low nibble first. Only the highest bit of each nibble differs, and an xor flips it: nothing is
+decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tokenyard.checkpoints.vendor_layouts import BLOCK, DeepSeekFp8
 from tokenyard.experts.spec import EXACT
 from tokenyard.formats import Fp8Block128
 
-# The highest bit of both nibbles of a byte: value + 8 ↔ two's complement.
+# The highest bit of both nibbles of a byte. Flipping it turns value + 8 into two's complement, and back.
 SIGN_BITS = 0x88
 
 
@@ -39,9 +40,9 @@ class CompressedTensorsLayout(Layout):
         "input_zero_point",
         "output_scale",
     )
-    # As `format` in a config's quantization_config has it.
+    # The value of `format` in the `quantization_config` of such a checkpoint.
     config_format: ClassVar[str]
-    # What `weights` of a config group must say, and what it says besides, where we write it.
+    # The entries that `weights` of a config group must have, and further ones that are written into it.
     arguments: ClassVar[Mapping[str, Any]]
     spellings: ClassVar[Mapping[str, Any]] = {"strategy": "group", "dynamic": False}
 
@@ -113,7 +114,7 @@ class CompressedNvfp4(CompressedTensorsLayout):
 
 
 class _CompressedMx(CompressedTensorsLayout):
-    """With a scale of 8 bits, an exponent, for 32 columns."""
+    """A format with an E8M0 scale (an exponent of 8 bits) for every 32 columns."""
 
     spellings: ClassVar[Mapping[str, Any]] = {
         **CompressedTensorsLayout.spellings,
@@ -184,7 +185,7 @@ class CompressedFp8(CompressedTensorsLayout, DeepSeekFp8):
     spellings: ClassVar[Mapping[str, Any]] = {"dynamic": False}
 
     def inner(self, quantization: Mapping[str, Any]) -> str:
-        """Activations with dynamic scales are quantized between the products, too."""
+        """`fp8_block128` if the config quantizes activations dynamically, which includes those between the products."""
         rows = [group.get("input_activations") for group in _groups(quantization)]
         dynamic = any(isinstance(scheme, Mapping) and scheme.get("dynamic") is True for scheme in rows)
         return str(Fp8Block128()) if dynamic else EXACT

@@ -1,8 +1,8 @@
-"""The one reader of a model's `config.json`, and what the file says of the experts, whatever the family.
+"""Reads a model's `config.json`, and from it the sizes and the quantization of the experts, for all families.
 
-`model_config` reads what weights are compared with: sizes, and how they are quantized. How a family routes, and which
-of its layers are MoE, is not needed to read weights; `tokenyard.integrations.huggingface` takes that from the same
-values (`families.Config`).
+The weights in the files are compared with what `model_config` returns. How a family routes, and which of its layers are
+MoE, is not needed to read weights; `tokenyard.integrations.huggingface` reads that from the same values
+(`families.Config`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any
 from tokenyard.checkpoints.families import FAMILIES, Config
 from tokenyard.errors import CheckpointError
 
-# The file that says what a model is.
+# The file of a checkpoint that describes the model.
 CONFIG = "config.json"
 # JSON files of a checkpoint are read whole. The index of a model of a million tensors has about 100 MB.
 _LARGEST_JSON = 256_000_000
 
-# The keys that families use; the first that is there counts. `intermediate_size` is that of the dense layers where
-# there is a key of the experts' own.
+# The keys that families use, of which the first one present is read. Where `moe_intermediate_size` is present,
+# `intermediate_size` is that of the dense layers.
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _INTERMEDIATE_SIZE = ("moe_intermediate_size", "intermediate_size")
 _HIDDEN_SIZE = ("hidden_size",)
 
-# Where ModelOpt writes down what it did, beside configs that do not say it.
+# The file in which ModelOpt describes its quantization, for models whose config.json does not.
 _MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model's config, as far as its experts' weights go. None: the file does not say."""
+    """What a model's config says about the weights of its experts; None stands for a key that the file lacks."""
 
-    values: Mapping[str, Any]  # what is in the file
+    values: Mapping[str, Any]  # all values of the file
     file: Path
     model_type: str | None
     num_experts: int | None
@@ -47,14 +47,14 @@ class ModelConfig:
 
     @property
     def quantized_as(self) -> str:
-        """How the config calls its way of quantizing, for messages."""
+        """The quantization method that the config declares, in words for error messages."""
         if not self.quantization:
             return "no quantization_config"
         return f"quantization_config with {quantization_in_words(self.quantization)}"
 
 
 def quantization_in_words(quantization: Mapping[str, Any]) -> str:
-    """How a `quantization_config` calls its way of quantizing, for messages."""
+    """The method, algorithm and format that a `quantization_config` declares, in words for error messages."""
     declared = {
         key: quantization[key] for key in ("quant_method", "quant_algo", "format") if key in quantization
     }
@@ -64,7 +64,7 @@ def quantization_in_words(quantization: Mapping[str, Any]) -> str:
 def read_json(
     path: Path, *, expected: str = "a JSON object", fix: str = "download or copy the file again"
 ) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """The JSON object in a file. If it cannot be read, the error has this `expected` and this `fix`."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a device or a pipe has no end
@@ -83,7 +83,7 @@ def read_json(
 
 
 def model_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
-    """Read a config's values."""
+    """The sizes and the quantization of the experts, from the values of a config."""
     text = text_config(values)
     model_type = text.get("model_type")
     family = model_type if isinstance(model_type, str) else None
@@ -104,7 +104,7 @@ def model_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that is about the language model: a model of several parts keeps it in `text_config`."""
+    """The part of a config that describes the language model: `text_config` in multimodal models, else the whole."""
     inner = values.get("text_config")
     return inner if isinstance(inner, Mapping) and values.get("model_type") not in list(FAMILIES) else values
 

@@ -1,12 +1,12 @@
-"""Converting: a plain checkpoint with its experts quantized, in the layout that other engines read.
+"""Conversion: writes a plain checkpoint again with quantized experts, in a layout that other engines read.
 
     read one expert ── quantize ── spell it in the target's layout ── write it to its place
 
-Experts are converted in parallel, one for each of torch's threads, and no more are in memory. Only the matrices of
-routed experts are quantized: attention, routers, shared experts, embeddings and biases are copied, byte for byte, and
-the config lists them as ignored. An expert's gate and up are quantized as the one matrix that they are here, so that
-what is read back is, bit for bit, what `ExpertWeights.quantize` makes in memory (and nvfp4's gate and up have one
-global scale, as fused kernels want).
+Each of torch's threads converts one expert at a time, and no other experts are in memory. Only the matrices of routed
+experts are quantized. Attention, routers, shared experts, embeddings and biases are copied byte for byte, and the
+config lists the modules that are not quantized. Gate and up of an expert are quantized as one matrix, w13, so that the
+weights that are read back equal, bit for bit, those that `ExpertWeights.quantize` makes in memory (and gate and up of
+nvfp4 have one global scale, as fused kernels want).
 
 The result is written into a temporary folder, which is renamed when it is complete.
 """
@@ -44,8 +44,8 @@ from tokenyard.temporary_folders import temporary_folder
 # The layout in which each weight format is written.
 TARGETS: dict[str, Layout] = {layout.weights: layout for layout in (*COMPRESSED_LAYOUTS, DeepSeekFp8())}
 
-# Files with weights, in this and in other formats. Whatever else lies in the folder belongs to the model: tokenizer,
-# chat templates, how it generates, code, the license.
+# Files with weights, in safetensors and in other formats. All other files of the folder are copied: tokenizer, chat
+# templates, generation config, code, license.
 _WEIGHTS = (".safetensors", ".index.json", *PICKLE_ENDINGS, ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 # The folder in which Transformers keeps chat templates, where a model has several.
 _CHAT_TEMPLATES = "additional_chat_templates"
@@ -88,8 +88,8 @@ def convert(
 ) -> Conversion:
     """Write a copy of a plain checkpoint with the experts' matrices in a weight format.
 
-    `weights` is a key of `TARGETS`. Files hold up to `largest_file` bytes. `progress` is called with what is being
-    done, the bytes read so far, and the bytes to read; from several threads.
+    `weights` is a key of `TARGETS`. Files hold up to `largest_file` bytes. `progress` is called, from several threads,
+    with the name of the part that is being converted, the bytes read so far, and all bytes to read.
 
     >>> from tokenyard.checkpoints import convert, open_checkpoint
     >>> import tempfile, torch
@@ -121,7 +121,7 @@ def convert(
                 writer.abandon()
             _write_config(checkpoint, targets, partial)
             partial.chmod(0o755)
-            os.replace(partial, folder)  # which may be there, and empty
+            os.replace(partial, folder)  # `folder` may exist if it is empty
     except OSError as error:
         raise _unwritable(folder, error) from error
     return Conversion(
@@ -138,7 +138,7 @@ def convert(
 
 
 def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> CheckpointLayer:
-    """The layer as it is written. Projections keep their names, but are separated unless the layout fuses them, too."""
+    """The layer as it will be written: projections keep their names, but fused gate and up may be split."""
     if weights not in TARGETS:
         raise unknown_name("weight format to convert into", str(weights), TARGETS)
     if layer.layout.format.quantized:
@@ -159,7 +159,7 @@ def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Che
 
 
 def _layouts(layer: CheckpointLayer) -> dict[str, Layout]:
-    """The layouts that can hold a layer: only gpt-oss's has gate and up rows interleaved."""
+    """The layouts that can hold a layer, by weight format. Only that of gpt-oss holds interleaved gate and up rows."""
     return {"mxfp4": GptOssMxfp4()} if layer.interleaved else TARGETS
 
 
@@ -171,7 +171,7 @@ def _reason(layer: CheckpointLayer, weights: str) -> str | None:
 
 
 def _check_all_plain(checkpoint: Checkpoint) -> None:
-    """Raise where other tensors than experts are quantized: a config describes only one way of quantizing."""
+    """Raise if tensors beside the experts are quantized already, because a config can declare only one quantization."""
     config = checkpoint.model
     if config.quantization:
         raise CheckpointError(
@@ -188,7 +188,7 @@ def _check_free(folder: Path) -> None:
         is_taken = not folder.is_dir() or any(folder.iterdir())
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:  # among others, a name that no system takes
+    except (OSError, ValueError) as error:  # such as a name that the operating system does not allow
         raise _unwritable(folder, error) from error
     if is_taken:
         expected, fix = "a folder that is empty, or none", "choose another --out, or remove it first"
@@ -265,7 +265,7 @@ class _LayerConversion:
         def convert_one(expert: int) -> None:
             if failed:
                 return
-            # An error is kept until all threads have stopped, because the folder that they write to is removed then.
+            # An error is raised only after all threads have stopped, because raising it removes the folder.
             try:
                 done[expert] = self._convert(expert)
             except Exception as error:
@@ -303,7 +303,7 @@ class _LayerConversion:
     def _write(
         self, expert: int, projections: tuple[str, ...], matrix: QuantizedMatrix, bias: Tensor | None
     ) -> int:
-        """Write the tensors of one matrix, and of its bias, by projection. Returns their bytes."""
+        """Write the tensors of one matrix and of its bias, projection by projection. Returns the number of bytes."""
         layout, parts, nbytes = self.target.layout, len(projections), 0
         outputs, inputs = matrix.shape[0] // parts, matrix.shape[1]
         shares = {
@@ -321,7 +321,7 @@ class _LayerConversion:
         return nbytes
 
     def _check_numbers(self, expert: int, plain: ExpertWeights) -> None:
-        """Raise where a weight is NaN or infinite: its whole block would be."""
+        """Raise if a weight is NaN or infinite, because quantizing would spoil its whole block."""
         projections = self.layer.projections
         for name, projection in (("w13", projections.w13[0]), ("w2", projections.w2)):
             if not bool(getattr(plain, name).isfinite().all()):
@@ -335,8 +335,8 @@ class _LayerConversion:
 
 
 class _ConvertedExpert(NamedTuple):
-    squares: float  # of the plain weights
-    errors: float  # squares of what was lost
+    squares: float  # the sum of the squares of the plain weights
+    errors: float  # the sum of the squares of quantized minus plain
     nbytes: int
 
 

@@ -5,8 +5,9 @@ it routes and what a missing key means; `FAMILIES` holds one for each `model_typ
 family's config class in transformers, and a test compares the two. `Config` reads values by
 key, with the type that they must have, and its errors name the key, the file and the family.
 
-Whatever reads a config refuses a family that is not here with `unknown_family`, and a formula that is not here with
-`Config.choice`: what was found, and all that is known. Neither advises another name: that would be another model.
+All readers of configs raise the error of `unknown_family` for a family that is not in `FAMILIES`, and that of
+`Config.choice` for a formula that is not known. Both errors list what is known, but neither suggests a similar name:
+with another name in its config, the model would be another one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tokenyard.errors import CheckpointError, InputError, UnknownName, shown
 from tokenyard.experts import ACTIVATIONS, Activation
 from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
 
-# No size of a model is larger; a file with a typing error must not fill the memory.
+# The largest size that is accepted: a typing error in a config must not lead to huge allocations.
 _LARGEST = 2**31 - 1
 
-# What `hidden_act` says of the gate of an expert. All families here multiply it by the up projection.
+# The activation of each value of `hidden_act`. All families here apply it to the gate, and multiply by up.
 HIDDEN_ACTS: dict[str, Activation] = {
     "silu": ACTIVATIONS["swiglu"],
     "swish": ACTIVATIONS["swiglu"],
@@ -39,20 +40,20 @@ HIDDEN_ACTS: dict[str, Activation] = {
 class Config:
     """The values of one file, read by key with the type that they must have."""
 
-    values: Mapping[str, Any]  # what is in the file
+    values: Mapping[str, Any]  # the values of the file, by key
     source: str  # the name of the file in errors
     family: str  # the `model_type`; empty where the file has none
     # Values of keys that the file may lack.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    file: Path | None = None  # the file, where the values are those of one
+    file: Path | None = None  # the file that holds the values, if there is one
 
     def get(self, key: str) -> Any:
-        """The value, the family's default, or None."""
+        """The value of a key; if the file lacks it, the family's default, or None."""
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
 
     def whole(self, *keys: str, least: int = 1, most: int = _LARGEST) -> int:
-        """A whole number, under the first of the keys that is there."""
+        """The value of the first of these keys that is present: a whole number from `least` to `most`."""
         key = next((key for key in keys if self.get(key) is not None), keys[0])
         value = self.get(key)
         if not _is_whole(value, least, most):
@@ -60,7 +61,7 @@ class Config:
         return int(value)
 
     def positive(self, key: str) -> float:
-        """A finite number above 0."""
+        """The value of a key that holds a finite number above 0."""
         value = self.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value <= sys.float_info.max:
@@ -68,14 +69,14 @@ class Config:
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """true or false."""
+        """The value of a key that holds true or false."""
         value = self.get(key)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value
 
     def choice(self, key: str, choices: Mapping[str, Any]) -> Any:
-        """What one of some names stands for."""
+        """The entry of `choices` that the value of a key names."""
         value = self.get(key)
         expected = f"one of {', '.join(choices)}"
         if not isinstance(value, str):
@@ -89,7 +90,7 @@ class Config:
         return choices[value]
 
     def indices(self, key: str) -> list[int]:
-        """A list of layer numbers; absent is empty."""
+        """The value of a key that holds a list of layer numbers; empty if the key is absent."""
         value = self.get(key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(_is_whole(index, 0) for index in value):
@@ -97,7 +98,7 @@ class Config:
         return value
 
     def wrong(self, key: str, value: object, expected: str, also: tuple[str, ...] = ()) -> CheckpointError:
-        """The error for a value that does not fit, or is not there."""
+        """The error for a value that is missing or is not what was `expected`; `also` are other names of the key."""
         found = self.source + (f" ({self.family})" if self.family else "")
         fix = f"mend {key!r} in the file"
         if value is None:
@@ -112,13 +113,13 @@ class Config:
 
 
 def _sparse_steps(config: Config, index: int) -> bool:
-    """Qwen: every `decoder_sparse_step`-th layer, but for those listed as plain."""
+    """Qwen: every `decoder_sparse_step`-th layer is MoE, except those that `mlp_only_layers` lists."""
     step = config.whole("decoder_sparse_step")
     return (index + 1) % step == 0 and index not in config.indices("mlp_only_layers")
 
 
 def _after_dense(config: Config, index: int) -> bool:
-    """DeepSeek: the first k layers are dense. Newer files list every layer's kind instead."""
+    """DeepSeek: layers are MoE after the first k dense ones. Newer files list the kind of every layer instead."""
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
@@ -138,8 +139,8 @@ def _softmax(config: Config) -> Router | None:
 
 
 def _softmax_v2(config: Config) -> Router | None:
-    """DeepSeek-V2: a scaled softmax. Its choice by groups, and renormalizing (which its two reference
-    implementations do differently), are the caller's."""
+    """DeepSeek-V2: a scaled softmax. None, so that the caller must route, if the config limits the choice to groups of
+    experts, or renormalizes (in which its two reference implementations differ)."""
     config.choice("scoring_func", {"softmax": None})
     greedy = config.choice("topk_method", {"greedy": True, "group_limited_greedy": False})
     if not greedy or config.flag("norm_topk_prob"):
@@ -150,7 +151,7 @@ def _softmax_v2(config: Config) -> Router | None:
 
 def _grouped_sigmoid(config: Config) -> Router | None:
     config.choice("scoring_func", {"sigmoid": None})
-    # In the file of a model without groups, null says so.
+    # A model without groups of experts may have null for these keys.
     groups = {
         key: 1 if key in config.values and config.values[key] is None else config.whole(key)
         for key in ("n_group", "topk_group")
@@ -184,15 +185,15 @@ class Family:
 
     num_experts: tuple[str, ...]  # the keys that may hold the number of experts, the usual one first
     intermediate_size: str = "moe_intermediate_size"  # the key that holds the width of an expert
-    # Whether the layer of this number is MoE.
+    # Whether the layer with this index in the model is MoE.
     is_moe: Callable[[Config, int], bool] = lambda config, index: True
-    router: Callable[[Config], Router | None]  # the router that a config describes; None: the caller's
+    router: Callable[[Config], Router | None]  # the router that a config describes; None: the caller routes
     # The activation that a config describes.
     activation: Callable[[Config], Activation] = lambda config: config.choice("hidden_act", HIDDEN_ACTS)
     bias: bool = False  # whether experts have biases
-    # The number of prediction layers behind the last one, where the family has them.
+    # The key that holds the number of (multi-token) prediction layers after the last one; None: there are none.
     prediction_layers: str | None = None
-    # Values of keys that a file may lack.
+    # The values of keys that a file may lack.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -274,7 +275,7 @@ def _is_whole(value: object, least: int, most: int = _LARGEST) -> bool:
 
 
 def family_config(values: Mapping[str, Any], source: str, *, experts: bool = False) -> Config:
-    """The values of a config, with the defaults of its family. `experts` is that of `unknown_family`."""
+    """The values of a config, with the defaults of its family. `experts` is passed on to `unknown_family`."""
     name = values.get("model_type")
     if not isinstance(name, str):
         raise InputError(
@@ -292,7 +293,8 @@ def unknown_family(
 ) -> UnknownName:
     """The error for a config whose `model_type` is none of `FAMILIES`. Everything that reads a config raises it.
 
-    `experts` says that tensors or modules show experts, whatever the config says. `why` tells what else was found.
+    `experts` is true if the model has tensors or modules of experts, whatever its config says: it is not called dense
+    then. `why` is a further finding, which the message quotes.
 
     >>> print(unknown_family({"model_type": "jamba", "num_experts": 16}, "config.json"))  # doctest: +ELLIPSIS
     config.json has model_type 'jamba', which is not known to tokenyard; expected one of deepseek_v2, ...
@@ -313,7 +315,7 @@ def unknown_family(
 
 
 def _counts_experts(values: Mapping[str, Any]) -> bool:
-    """Whether a config, of whatever family, has a number of experts that is not 0. Parts of a model count, too."""
+    """Whether a config of an unknown family, or a config nested in it, has a number of experts that is not 0."""
     return any(
         _counts_experts(value)
         if isinstance(value, Mapping)

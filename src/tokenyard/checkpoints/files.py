@@ -1,10 +1,10 @@
-"""The files of a checkpoint: which there are, what they hold, and reading parts of them.
+"""The files of a checkpoint: finds them, lists their tensors, and reads tensors or parts of them.
 
 A checkpoint is a folder with a `config.json` and safetensors files: one, several, or several with an index that
 says which tensor is in which; or one safetensors file that has a `config.json` beside it. Opening one reads
-headers and nothing else. Later, what is asked for is read through memory maps, a tensor or an expert's share of
-one at a time, and the pages are given back as soon as it was copied: a rank that reads a quarter of the experts
-has a quarter in memory, once.
+headers and nothing else. Later, a tensor, or an expert's share of one, is read through a memory map, and its pages
+are given back as soon as it was copied: a rank that reads a quarter of the experts has one copy of this quarter in
+memory, and nothing more.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from tokenyard.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 
-# Bytes before and behind a read that Linux may bring into memory with it, at most.
+# The most bytes before and after a read that Linux may bring into memory with it.
 _COME_ALONG = 2 << 20
 _ONE_OF_SEVERAL = re.compile(r"(?P<name>.*-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 
 
 @dataclass
 class _Map:
-    """A memory map of a file. Pages that were read are given back, so that they do not count as this process's."""
+    """A memory map of a file. Pages are given back after a read, so that the process does not keep them in memory."""
 
     pages: mmap.mmap
     readers: int = 0
-    first: int = sys.maxsize  # of what was read since there was no reader
+    # The first and the last byte that were read since the map last had no readers.
+    first: int = sys.maxsize
     last: int = 0
 
     def give_back(self, first: int, last: int) -> None:
-        """A reader is done with some bytes: give its pages back; the last reader gives back their neighbors, too."""
+        """End a read: give the pages of its bytes back; the last reader also gives back those that Linux read ahead."""
         self._forget(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
         self.readers -= 1
         self.first, self.last = min(self.first, first), max(self.last, last)
@@ -76,11 +77,11 @@ class TensorFiles:
         self._sizes = sizes
         self._maps: dict[Path, _Map] = {}
         self._lock = threading.Lock()
-        self.bytes_read = 0  # of tensors that were asked for
+        self.bytes_read = 0  # bytes of tensors that were read, without headers
 
     @contextmanager
     def view(self, name: str, index: int | None = None) -> Iterator[Tensor]:
-        """A tensor, or number `index` along its first dimension, as it lies in the file. Copy what is to stay."""
+        """A tensor, or its slice `index` along the first dimension, as a view of the file, valid inside the `with`."""
         stored = self.tensors[name]
         dtype = DTYPES[stored.dtype][1]
         if dtype is None:
@@ -91,13 +92,13 @@ class TensorFiles:
             )
         shape = stored.shape if index is None else stored.shape[1:]
         with self.view_bytes(name, index) as raw:
-            # A tensor may lie anywhere in a file; torch reads numbers only where their size divides the place.
+            # A tensor may start at any byte of a file; torch reads numbers only at addresses that their size divides.
             aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
             yield aligned.view(dtype).view(shape)
 
     @contextmanager
     def view_bytes(self, name: str, index: int | None = None) -> Iterator[Tensor]:
-        """The same as bytes."""
+        """What `view` gives, as a flat tensor of bytes."""
         stored = self.tensors[name]
         begin, nbytes = stored.begin, stored.nbytes
         if index is not None:
@@ -129,7 +130,7 @@ class TensorFiles:
                         size = os.fstat(file.fileno()).st_size
                         if size != self._sizes[path]:
                             raise damaged(path, f"had {self._sizes[path]} bytes when opened, now {size}")
-                        # A private map: torch wants memory that it could write to, and the file stays as it is.
+                        # A private map: torch wants writable memory, and writes would not reach the file.
                         self._maps[path] = _Map(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
                 except OSError as error:
                     raise damaged(path, f"cannot be mapped ({error.strerror or error})") from error
@@ -137,8 +138,8 @@ class TensorFiles:
 
 
 def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
-    """The tensors of a checkpoint, what its config says, and the file which that was read from."""
-    if os.path.isfile(path):  # False for a path that no system takes
+    """The tensors of a checkpoint, the values of its config, and the path of the config file."""
+    if os.path.isfile(path):  # False for a path that the operating system does not allow
         return _open_one(path)
     if not os.path.isdir(path):
         expected = "the folder of a checkpoint, or a safetensors file"
@@ -194,7 +195,7 @@ def _all_of(files: list[Path]) -> TensorFiles:
 
 
 def _indexed(folder: Path, index: Path) -> TensorFiles:
-    """The tensors that an index lists, each from the file that it says."""
+    """The tensors that an index lists, each from the file that the index gives for it."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         found, expected = "has no weight_map of tensors to files", '{"weight_map": {"a tensor": "a file"}}'
@@ -226,13 +227,13 @@ def _indexed(folder: Path, index: Path) -> TensorFiles:
 
 
 def _check_numbering(folder: Path, files: list[Path]) -> None:
-    """Raise where files are numbered "of 3" and one of the three is not there."""
+    """Raise if a file is missing from a numbered series, such as `model-00001-of-00003.safetensors`."""
     for file in files:
         match = _ONE_OF_SEVERAL.fullmatch(file.name)
         if match is None:
             continue
         digits = len(match["number"])
-        # Not up to the total, which may be wrong by billions: there are only so many files.
+        # The total may be wrong by billions, so at most one number more than there are files is looked for.
         for number in range(1, min(int(match["total"]), len(files) + 1) + 1):
             name = f"{match['name']}{number:0{digits}}-of-{match['total']}.safetensors"
             if not (folder / name).is_file():
@@ -245,7 +246,7 @@ def _missing_file(path: Path, why: str) -> CheckpointError:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The config of a model."""
+    """The values of a model's `config.json`."""
     if not os.path.isfile(path):
         expected = "a config.json beside the weights: it says what they are"
         fix = "download or copy the config of this model, too"

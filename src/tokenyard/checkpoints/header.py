@@ -2,10 +2,10 @@
 
     8 bytes: n, little endian │ n bytes of JSON: name → dtype, shape, [begin, end) │ the tensors' bytes
 
-A header is all that is needed to know what a checkpoint holds, and it is checked before anything else is read:
-its length against the file's, every tensor's bytes against its shape and dtype, and all of them against the
-end of the file, without gap or overlap. So a file that was cut off, or is of another kind, is refused by name
-after reading a few kilobytes, and nothing is allocated by a damaged number.
+The header lists all tensors, and it is checked before anything else is read: its length against the file's, every
+tensor's bytes against its shape and dtype, and that the tensors fill the file without gap or overlap. A file that was
+cut off, or is of another kind, is therefore refused by name after reading a few kilobytes, and a damaged size leads to
+no allocation.
 
 Why not the library `safetensors`, which tests compare this with: its errors name neither the tensor nor the bytes that
 are wrong ("invalid shape, data type, or offset for tensor"); it reads a tensor into memory of its own, where here an
@@ -26,13 +26,13 @@ import torch
 
 from tokenyard.errors import CheckpointError, shown
 
-# The largest header that is read: that of a model of a million tensors. What safetensors itself takes, too.
+# The largest header that is read, enough for a million tensors. The safetensors library has the same limit.
 LARGEST_HEADER = 100_000_000
 
-# No tensor has more, and multiplying a million sizes takes hours.
+# The most dimensions of a tensor. A damaged header could list a million, whose product takes hours.
 _MOST_DIMENSIONS = 64
 
-# The dtypes of the format, with their bits, and what torch calls them; None where it has no such dtype.
+# The dtypes of safetensors: the bits of an element, and torch's dtype, or None where torch has none.
 DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "BOOL": (8, torch.bool),
     "U8": (8, torch.uint8),
@@ -58,7 +58,7 @@ DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "C64": (64, torch.complex64),
 }
 
-# How files begin that can run code when they are loaded: pickles, and the archives that torch.save makes.
+# The first bytes of files that can run code when they are loaded: pickles, and the archives of torch.save.
 _PICKLE_STARTS = {b"\x80\x02": "a pickle", b"\x80\x03": "a pickle", b"\x80\x04": "a pickle"}
 _PICKLE_STARTS |= {b"\x80\x05": "a pickle", b"PK": "an archive of torch.save, which is a pickle"}
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -66,7 +66,7 @@ PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor of a file, as its header has it: nothing of it was read. `begin` counts from the file's start."""
+    """One tensor of a file, as the header describes it. Its bytes were not read."""
 
     name: str  # the name in the file
     file: Path  # the file that holds it
@@ -79,16 +79,16 @@ class StoredTensor:
         return f"{self.file.name}: tensor {self.name!r} is {self.dtype}{list(self.shape)}"
 
     def error(self, found: str, *, expected: str, fix: str) -> CheckpointError:
-        """The error for what was found of this tensor: `found` goes on after its name."""
+        """An error about this tensor, whose message is its file and name followed by `found`."""
         return self.error_at(f"{self.file.name}: tensor {self.name!r}{found}", expected=expected, fix=fix)
 
     def error_at(self, found: str, *, expected: str, fix: str) -> CheckpointError:
-        """The error for what was found at this tensor: `found` is the whole sentence."""
+        """An error about this tensor, whose message is `found` alone."""
         return CheckpointError(found, expected=expected, fix=fix, file=self.file, tensor=self.name)
 
 
 def read_header(path: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of a safetensors file, and the file's size. Raises unless the file is whole.
+    """The tensors of a safetensors file, and the file's size in bytes. Raises unless the file is complete.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
@@ -98,7 +98,7 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
     tokenyard.errors.CheckpointError: ....safetensors is a pickle; expected a safetensors file; fix: ...
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would never end
+        if path.exists() and not path.is_file():  # reading a pipe would never end
             raise damaged(path, "is no file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -122,9 +122,10 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
 
 
 def refuse_pickle(path: Path, start: bytes) -> None:
-    """Raise if a file is a pickle, by its name or by its first 9 bytes: loading one runs what is in it.
+    """Raise if a file is a pickle, by its name or by its first 9 bytes, because loading a pickle can run any code.
 
-    A header may happen to have a length that begins as pickles do; its JSON then follows, and no pickle's.
+    The length of a header may happen to begin with the bytes of a pickle; a `{` in the ninth byte shows that the file
+    is a safetensors file all the same.
     """
     kind = next((kind for magic, kind in _PICKLE_STARTS.items() if start.startswith(magic)), None)
     kind = None if start[8:9] == b"{" else kind
@@ -136,7 +137,7 @@ def refuse_pickle(path: Path, start: bytes) -> None:
 
 
 def refused(path: Path, found: str, *, expected: str, fix: str) -> CheckpointError:
-    """The error for a file or folder: `found` goes on after its path."""
+    """An error about a file or folder, whose message is its path followed by `found`."""
     return CheckpointError(f"{path} {found}", expected=expected, fix=fix, file=path)
 
 
@@ -173,7 +174,7 @@ def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
         raise _wrong(path, name, f"has dtype {shown(dtype)}", f"one of {', '.join(DTYPES)}")
     if not _whole_numbers(shape) or len(shape) > _MOST_DIMENSIONS:
         raise _wrong(path, name, f"has shape {shown(shape)}", f"at most {_MOST_DIMENSIONS} whole numbers")
-    if math.prod(filter(None, shape)) >= 2**63:  # also of a tensor that is empty: torch multiplies, too
+    if math.prod(filter(None, shape)) >= 2**63:  # for an empty tensor, of its other sizes, as in torch
         raise _wrong(path, name, f"has shape {shape}", "fewer than 2^63 elements")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _wrong(path, name, f"lies at {shown(offsets)}", "[begin, end]")
@@ -201,7 +202,7 @@ def _wrong(path: Path, name: str, found: str, expected: str) -> CheckpointError:
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int) -> None:
-    """Raise unless the tensors fill the file, each byte once."""
+    """Raise unless each byte after the header belongs to exactly one tensor."""
     end = first
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
         if tensor.begin + tensor.nbytes > size:

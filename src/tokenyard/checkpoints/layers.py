@@ -1,7 +1,7 @@
-"""The MoE layers of a checkpoint: found by their tensors' names, recognized by their layout, checked whole.
+"""Finds the MoE layers of a checkpoint by the names of their tensors, and checks every tensor against their layout.
 
 Everything here works on headers. A layer is accepted when each expert has each tensor of its layout, with the
-dtype and the shape that follow from the layer's sizes, and these are what `config.json` says.
+dtype and the shape that follow from the layer's sizes, and these sizes are those of `config.json`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4, Model
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.spec import EXACT
 
-# More than any layer has; a config with a typing error must not keep this busy for hours.
+# The most experts that are looked for: a typing error in a config must not lead to a search of hours.
 _MOST_EXPERTS = 65536
 
 QUANTIZED_LAYOUTS: tuple[Layout, ...] = (*COMPRESSED_LAYOUTS, ModelOptNvfp4(), GptOssMxfp4(), DeepSeekFp8())
@@ -28,7 +28,7 @@ LAYOUTS = (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLayer:
-    """One MoE layer of a checkpoint, as its headers and its config have it."""
+    """One MoE layer of a checkpoint, as the headers of the files and the config describe it."""
 
     name: str  # the name in the files
     number: int  # the number of the layer in the model; -1 if its name has none
@@ -36,11 +36,11 @@ class CheckpointLayer:
     hidden_size: int  # H, the width of a row
     intermediate_size: int  # I, the width between an expert's two products
     projections: Projections  # what the expert's matrices are called
-    # Gate and up rows of w13 take turns (gpt-oss), rather than gate coming first.
+    # Whether gate and up rows of w13 alternate (gpt-oss), rather than all of gate coming first.
     interleaved: bool
     bias: bool  # whether experts have biases
     layout: Layout  # how the tensors of a matrix are stored
-    # How the recipe of the checkpoint holds numbers between an expert's products, as in `LayerSpec(inner=…)`.
+    # The format of activations between an expert's two products that the quantization implies (`LayerSpec(inner=…)`).
     inner: str
     # Bytes of all experts' weights, as they lie in the files.
     nbytes: int
@@ -61,29 +61,29 @@ class CheckpointLayer:
         return (2 if self.gated else 1) * self.intermediate_size
 
     def sizes(self, projection: str) -> tuple[int, int]:
-        """N and D of a projection."""
+        """Outputs N and inputs D of a projection."""
         H, I = self.hidden_size, self.intermediate_size  # noqa: E741
         if projection == self.projections.w2:
             return H, I
         return (2 * I if projection == "gate_up_proj" else I), H
 
     def stored(self, expert: int, projection: str, suffix: str) -> tuple[str, int | None]:
-        """Where a tensor of an expert lies: its name, and the place in the first dimension if all share one."""
+        """The name of an expert's tensor; and, if one tensor holds all experts, the index in its first dimension."""
         if self.layout.fused:
             return tensor_name(self.name, None, projection, suffix), expert
         return tensor_name(self.name, expert, projection, suffix), None
 
     def tensors(self, *, written: bool = False) -> Iterator[tuple[int | None, str, Piece]]:
-        """Every tensor that the layer must have: the expert (None: all in one), the projection, and what it must be.
+        """Every tensor that the layer must have: its expert (None: all in one), its projection, and its `Piece`.
 
-        `written` are those of a layer that this package writes, which has some more.
+        With `written`, also the tensors that conversion writes and reading does not need.
         """
         experts = [None] if self.layout.fused else range(self.num_experts)
         for projection in self.projections.names:
             outputs, inputs = self.sizes(projection)
             pieces = list(self.layout.pieces(outputs, inputs).values())
             pieces += self.layout.written if written else ()
-            if self.bias:  # which is plain, whatever the weights are
+            if self.bias:  # biases are plain, whatever the weights are
                 pieces.append(Piece("bias", tuple(PLAIN_DTYPES), (outputs,)))
             for expert in experts:
                 for piece in pieces:
@@ -91,7 +91,7 @@ class CheckpointLayer:
 
 
 def declared_layout(quantization: Mapping[str, Any]) -> Layout | str:
-    """The layout that a `quantization_config` declares; or, in words, what it says that no layout holds.
+    """The layout that a `quantization_config` declares; if there is none, its unsupported settings in words.
 
     >>> str(declared_layout({"quant_method": "fp8", "weight_block_size": [128, 128]}))
     'DeepSeek fp8_block128'
@@ -105,7 +105,7 @@ def declared_layout(quantization: Mapping[str, Any]) -> Layout | str:
 
 
 def recipe_inner(weights: str, quantization: object) -> str:
-    """How a `quantization_config` holds numbers between the products of experts with such weights (`LayerSpec.inner`).
+    """The inner format (`LayerSpec.inner`) that a `quantization_config` implies for experts with such weights.
 
     >>> recipe_inner("fp8_block128", {"quant_method": "fp8", "activation_scheme": "dynamic"})
     'fp8_block128'
@@ -119,7 +119,7 @@ def recipe_inner(weights: str, quantization: object) -> str:
 
 
 def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
-    """Recognize a layer and check every tensor of it, by its header."""
+    """Recognize the layout of a layer, and check the dtype and shape of each of its tensors, by the headers."""
     try:
         return _read_layer(found, config)
     except CheckpointError as error:
@@ -188,7 +188,7 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
             expected="a config that says how its weights are quantized",
             fix="take the config.json that belongs to these weights",
         )
-    # A layout that the config names, and of which something is missing or of another dtype: say what.
+    # If the config names a layout of which a tensor is missing or has another dtype, the error names that tensor.
     named = [layout for layout in QUANTIZED_LAYOUTS if layout.declared(config.quantization)]
     for layout in (each for each in named if each.fused == found.fused and each.data in present):
         for piece in layout.pieces(1, 1).values():
@@ -211,7 +211,7 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
 
 
 def _fits(found: FoundLayer, projections: Projections, layout: Layout) -> bool:
-    """Whether w13 and w2 have the orientation that a plain layout of all experts in one tensor says."""
+    """Whether the shapes of w13 and w2 fit a layout; asked only of plain layouts with all experts in one tensor."""
     if not isinstance(layout, PlainLayout) or not layout.fused:
         return True
     first, last = (found.tensors.get((None, name, "")) for name in (projections.w13[0], projections.w2))
@@ -225,7 +225,7 @@ def _fits(found: FoundLayer, projections: Projections, layout: Layout) -> bool:
 
 
 def _num_experts(found: FoundLayer, projections: Projections, config: ModelConfig) -> int:
-    """E, if all experts are there."""
+    """E, the number of experts. Raises if one is missing, or if the config has another number."""
     known = config.num_experts
     if found.fused:
         tensor = _first(found, projections.w13[0])
@@ -257,9 +257,9 @@ def _num_experts(found: FoundLayer, projections: Projections, config: ModelConfi
 def _sizes(
     found: FoundLayer, projections: Projections, layout: Layout, config: ModelConfig
 ) -> tuple[int, int]:
-    """H and I: what the config says, or else what the first tensors of w13 say."""
+    """H and I from the config; a size that the config lacks follows from the first tensor of w13."""
     lead, dimensions = projections.w13[0], len(layout.pieces(1, 1)["data"].shape)
-    # There is one: the layout was recognized by it.
+    # This tensor exists, because the layout was recognized by it.
     first = next(t for (_, p, suffix), t in found.tensors.items() if (p, suffix) == (lead, layout.data))
     shape = first.shape[1:] if layout.fused else first.shape
     if len(shape) != dimensions:
@@ -276,7 +276,7 @@ def _sizes(
 def _check(
     found: FoundLayer, layer: CheckpointLayer, config: ModelConfig, expected: tuple[int | None, str, Piece]
 ) -> int:
-    """The bytes of a tensor that must be there."""
+    """Raise unless an expected tensor is present, with its dtype and shape. Returns its bytes."""
     expert, projection, piece = expected
     tensor = found.tensors.get((expert, projection, piece.suffix))
     if tensor is None:
@@ -298,7 +298,7 @@ def _check(
 
 
 def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
-    """Raise where there is a tensor beside the weights that would not be read."""
+    """Raise if the experts have a tensor that is not part of the layout, and that nothing would read."""
     known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
     for (expert, _, suffix), tensor in found.tensors.items():
         if suffix not in known or (expert is None) != layer.layout.fused:

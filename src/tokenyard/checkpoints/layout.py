@@ -1,11 +1,11 @@
-"""What a layout is: how one linear map of an expert lies in files, and which weight format that is.
+"""What a layout is: how one linear map of an expert is stored in files, and which weight format holds it in memory.
 
-A weight format says how matrices are held in memory, a layout how checkpoints of one kind spell the same numbers
-on disk: what the tensors are called, their dtypes and shapes, and how each becomes a payload of the format. No
-layout decodes: codes stay codes, and what changes is at most how they are packed.
+A weight format says how matrices are held in memory. A layout says how checkpoints of one kind store the same numbers
+on disk: the names, dtypes and shapes of the tensors, and how each becomes a payload of the format. No layout decodes:
+the codes of quantized weights stay the same, and at most their packing changes.
 
-Plain weights have the simplest layout: bf16, fp16 or float32, one expert at a time or all in one tensor. Where all
-experts are in one tensor, a linear map lies as `[N, D]`, or as `[D, N]` (`transposed`: what Transformers holds of
+Plain weights have the simplest layout: bf16, fp16 or float32, with a tensor for each expert or one for all. Where one
+tensor holds all experts, a linear map is stored as `[N, D]`, or as `[D, N]` (`transposed`, as Transformers holds
 gpt-oss). Which of the two it is follows from the shapes of w13 and w2 together.
 """
 
@@ -24,10 +24,10 @@ from tokenyard.experts.spec import EXACT
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import WeightFormat, weight_format
 
-# A scale that is an exponent of 8 bits: as bytes, or as the dtype that was made for it.
+# The dtypes that files use for E8M0 scales, exponents of 8 bits: plain bytes, or the dtype made for them.
 E8M0 = ("U8", "F8_E8M0")
 
-# What files call the dtypes, and the weight formats of these.
+# The plain dtypes, as files spell them, with the weight format of each.
 PLAIN_DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
@@ -48,12 +48,12 @@ class Stored(NamedTuple):
 
 
 def data_and_scales(data: Stored, scales: Stored) -> Mapping[str, Stored]:
-    """The tensors of a linear map whose elements have scales along its inputs, by the payload that each becomes."""
+    """The tensors of a linear map with scales for blocks of inputs, by the payload that each becomes."""
     return {"data": data, "scales": scales}
 
 
 class Layout(ABC):
-    """How linear maps `[N, D]` lie in files. Subclasses are frozen dataclasses."""
+    """How linear maps `[N, D]` are stored in files. Subclasses are frozen dataclasses."""
 
     # Who writes such files, as `tokenyard inspect` shows it.
     method: ClassVar[str]
@@ -63,11 +63,11 @@ class Layout(ABC):
     tensors: ClassVar[Mapping[str, Stored]]
     # Tensors that hold one number for a whole linear map, by the payload that each becomes.
     numbers: ClassVar[Mapping[str, Piece]] = {}
-    # Tensors that stand beside the weights and say nothing about them: scales of activations.
+    # Suffixes of tensors that files may hold beside the weights and that are not read, such as scales of activations.
     beside: ClassVar[tuple[str, ...]] = ()
     # Tensors of a linear map that are written and not read.
     written: ClassVar[tuple[Piece, ...]] = ()
-    # Payloads that the files do not have, because they are always this.
+    # Payloads that the files do not hold, and the value of all their elements.
     constants: ClassVar[Mapping[str, float]] = {}
     # Whether one tensor holds all experts.
     fused: bool = False
@@ -79,7 +79,7 @@ class Layout(ABC):
 
     @property
     def data(self) -> str:
-        """How the name of the tensor ends that holds the elements."""
+        """The suffix of the name of the tensor that holds the elements."""
         return self.tensors["data"].suffix
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -96,59 +96,59 @@ class Layout(ABC):
 
     @abstractmethod
     def declared(self, quantization: Mapping[str, Any]) -> bool:
-        """Whether a config's `quantization_config` (empty where there is none) says that this layout is used."""
+        """Whether a `quantization_config` (empty if the config has none) allows weights in this layout."""
 
     def mismatch(self, quantization: Mapping[str, Any]) -> str | None:
-        """None, or what a config that declares this layout says that cannot be held."""
+        """None, or the setting of a config that declares this layout which the weight format cannot represent."""
         return None
 
     def inner(self, quantization: Mapping[str, Any]) -> str:
-        """How a config that declares this layout holds numbers between an expert's products (`LayerSpec.inner`)."""
+        """The format of activations between an expert's products (`LayerSpec.inner`) that such a config implies."""
         return EXACT
 
     def refused(self, inputs: int) -> str | None:
-        """None, or why linear maps of this width have no such layout."""
+        """None, or why linear maps with this number of inputs cannot be stored in this layout."""
         block = self.format.block
         if inputs % block:
             return f"rows of {inputs} columns are no whole number of blocks of {block}"
         return None
 
     def matches(self, present: Mapping[str, StoredTensor]) -> bool:
-        """Whether these tensors of one linear map, by the end of their name, look like this layout."""
+        """Whether the tensors of one linear map, given by suffix, have the names and dtypes of this layout."""
         pieces = self.pieces(1, 1).values()
         return all(
             piece.suffix in present and present[piece.suffix].dtype in piece.dtypes for piece in pieces
         )
 
     def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:
-        """Write a payload of one linear map, from its tensor on disk. One number may stand for several."""
-        # E8M0 has a dtype of its own in torch; here scales of that kind are their bytes.
+        """Write a payload of one linear map into `out`, from its tensor on disk; a single number fills all of `out`."""
+        # torch has a dtype for E8M0 scales; weight formats hold them as uint8.
         stored = stored.view(torch.uint8) if stored.dtype == torch.float8_e8m0fnu else stored
         out.copy_(stored if stored.numel() == 1 else stored.reshape(out.shape))
 
     def overlaps(self, outputs: int, parts: int) -> bool:
-        """Whether `parts` maps of so many outputs, one behind the other, share scales as one matrix."""
+        """Whether `parts` maps of `outputs` rows, concatenated to one matrix, have a block of rows of two maps."""
         return False
 
     def join(self, shares: list[Tensor], outputs: int) -> Tensor | None:
-        """The scales of maps that overlap, as those of one matrix; None if they do not fit together."""
+        """The scales of one matrix, from those of its maps, which share blocks; None if their scales differ there."""
         return torch.cat(shares)
 
     def split(self, name: str, payload: Tensor, parts: int, outputs: int) -> Sequence[Tensor]:
-        """A payload of one matrix as those of the maps that it is made of: `join` the other way round."""
+        """The payloads of the maps that one matrix is made of, from that of the matrix: the inverse of `join`."""
         return payload.chunk(parts)
 
     def quantize(self, weights: ExpertWeights, parts: int) -> ExpertWeights:
-        """Plain weights in this layout's format, such that w13 can be split into `parts` maps."""
+        """Quantize plain weights to this layout's format, such that w13 can be split into `parts` maps."""
         return weights.quantize(self.format)
 
     def spelled(self, payloads: Mapping[str, Tensor], outputs: int, inputs: int) -> dict[str, Tensor]:
-        """The tensors of a linear map as they are written, by the end of their name: `fill` the other way round."""
+        """The tensors of a linear map as they are written to files, by suffix: the inverse of `fill`."""
         pieces = self.pieces(outputs, inputs)
         return {piece.suffix: payloads[name].reshape(piece.shape) for name, piece in pieces.items()}
 
     def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
-        """What a config says of a model whose experts are written in this layout, and `ignored` modules are not."""
+        """The `quantization_config` of a model whose experts are in this layout; `ignored` modules are plain."""
         raise NotImplementedError(f"{self} is not written")
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainLayout(Layout):
-    """Weights as they are, in one of the plain dtypes."""
+    """Weights that are not quantized, in one of the plain dtypes."""
 
     method = "plain"
     dtype: str
@@ -171,7 +171,7 @@ class PlainLayout(Layout):
 
     @property
     def data(self) -> str:
-        """`….gate_proj.weight`, but `….experts.gate_up_proj`."""
+        """The suffix of the tensor: `weight` in `….gate_proj.weight`, and none in `….experts.gate_up_proj`."""
         return "" if self.fused else "weight"
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:

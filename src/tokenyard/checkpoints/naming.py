@@ -1,7 +1,7 @@
-"""How the tensors of experts are called.
+"""The names of experts' tensors.
 
-    model.layers.3.mlp.experts.17.gate_proj.weight     one by one: layer, expert, projection, what it is
-    model.layers.3.mlp.experts.gate_up_proj_blocks     all experts in one tensor: layer, projection, what it is
+    model.layers.3.mlp.experts.17.gate_proj.weight     a tensor for each expert: layer, expert, projection, suffix
+    model.layers.3.mlp.experts.gate_up_proj_blocks     one tensor for all experts: layer, projection, suffix
 
 A projection is one of an expert's linear maps. Families call the same three by different names (`PROJECTIONS`);
 gate and up make up w13, and down is w2.
@@ -19,7 +19,7 @@ from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.errors import CheckpointError
 
 _EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
-# Numbers are written one way: a name is made of its numbers again when a tensor is read.
+# Numbers have no leading zeros, so that `tensor_name` makes the same name again from the parsed numbers.
 _ONE_BY_ONE = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>0|[1-9][0-9]{0,8})\.(?P<projection>\w+)\.(?P<suffix>\w+)"
 )
@@ -41,7 +41,7 @@ class Projections(NamedTuple):
         return (*self.w13, self.w2)
 
 
-# The first whose names are all there counts.
+# The names that checkpoints use; a layer must have exactly the names of one entry.
 PROJECTIONS = (
     Projections(("gate_proj", "up_proj"), "down_proj"),  # Qwen, DeepSeek, GLM, OLMoE
     Projections(("w1", "w3"), "w2"),  # Mixtral, MiniMax
@@ -52,7 +52,7 @@ PROJECTIONS = (
 
 @dataclass
 class FoundLayer:
-    """The experts' tensors of one layer, by (expert, projection, suffix); the expert is None where all are in one."""
+    """The experts' tensors of one layer, by (expert, projection, suffix); expert None: one tensor holds all experts."""
 
     name: str
     tensors: dict[tuple[int | None, str, str], StoredTensor] = field(default_factory=dict)
@@ -64,21 +64,21 @@ class FoundLayer:
 
     @property
     def number(self) -> int:
-        """The layer's place in the model, as its name has it; -1 if it has none."""
+        """The layer's index in the model: the last number in its name, or -1 if the name has none."""
         found = _NUMBER.findall(self.name)
         return int(found[-1]) if found else -1
 
     @property
     def file(self) -> Path:
-        """One of the files that hold it."""
+        """One of the files that hold the layer's tensors."""
         return next(iter(self.tensors.values())).file
 
     def suffixes(self, expert: int | None, projection: str) -> dict[str, StoredTensor]:
-        """The tensors of one projection of one expert."""
+        """The tensors of one projection of one expert, by suffix."""
         return {suffix: t for (e, p, suffix), t in self.tensors.items() if (e, p) == (expert, projection)}
 
     def projections(self) -> Projections:
-        """Which names this layer has for its projections."""
+        """The names of this layer's projections. Raises if they are not among `PROJECTIONS`."""
         found = {projection for _, projection, _ in self.tensors}
         for known in PROJECTIONS:
             if found == set(known.names):
@@ -95,7 +95,7 @@ class FoundLayer:
         )
 
     def error(self, found: str, *, expected: str, fix: str, tensor: str | None = None) -> CheckpointError:
-        """The error for what was found of this layer."""
+        """An error about this layer, whose message is a file's name followed by `found`."""
         said = f"{self.file.name}: {found}"
         return CheckpointError(
             said, expected=expected, fix=fix, file=self.file, tensor=tensor, layer=self.name
@@ -103,7 +103,7 @@ class FoundLayer:
 
 
 def tensor_name(layer: str, expert: int | None, projection: str, suffix: str) -> str:
-    """The name of a tensor of experts.
+    """The name of a tensor of one expert, or of all experts of a layer (`expert` is None).
 
     >>> tensor_name("model.layers.3.mlp", 17, "up_proj", "weight")
     'model.layers.3.mlp.experts.17.up_proj.weight'
@@ -116,7 +116,7 @@ def tensor_name(layer: str, expert: int | None, projection: str, suffix: str) ->
 
 
 def find_layers(tensors: Mapping[str, StoredTensor]) -> list[FoundLayer]:
-    """The layers that have experts, in the order of the model."""
+    """The layers that have experts, sorted by their number in the model."""
     layers: dict[str, FoundLayer] = {}
     for name, tensor in tensors.items():
         match = _ONE_BY_ONE.fullmatch(name) or _FUSED.fullmatch(name)
@@ -136,7 +136,7 @@ def find_layers(tensors: Mapping[str, StoredTensor]) -> list[FoundLayer]:
 
 
 def also_called(name: str) -> Iterable[str]:
-    """Other names for a layer: as plans have it, and its number.
+    """Other names for a layer: the one that plans use, and its number.
 
     >>> list(also_called("model.layers.3.block_sparse_moe"))
     ['model.layers.3.mlp', '3']

@@ -1,12 +1,12 @@
-"""Reading experts: only those that are asked for, without decoding, scales first.
+"""Reads the weights of chosen experts, without decoding them, and their scales first.
 
-The weights of L experts are laid out as the experts hold them: gate and up of one expert in one matrix, one
-behind the other, and all experts in one tensor. Scales are a few percent of the bytes and tell whether a file is
-good, so they are read and checked before anything large is allocated.
+The weights of L experts are laid out as `ExpertWeights` holds them: gate and up of one expert concatenated to one
+matrix, and the matrices of all experts in one tensor. Scales are a few percent of the bytes, and damaged files often
+show in them, so they are read and checked before anything large is allocated.
 
-A file has a tensor for each expert, projection and payload (`gate_proj` of expert 3: `weight_scale`). Experts hold a
-tensor for each payload, of all experts. A `PackedMatrix` is filled tensor by tensor, as files have them, in any order;
-`PackedMatrix.share` is the place of one in the other.
+Files hold a tensor for each expert, projection and payload (such as `weight_scale` of `gate_proj` of expert 3), where
+`ExpertWeights` holds one tensor per payload for all experts. A `PackedMatrix` is filled with the tensors of files, in
+any order; `PackedMatrix.share` is the part of its payload that one tensor fills.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PackedMatrix:
 
     @property
     def payloads(self) -> tuple[str, ...]:
-        """The names of the payloads, those without a tensor in the files among them."""
+        """The names of all payloads of the weight format, including those that no tensor of the files holds."""
         return tuple(self.layout.format.payloads(*self.shape[1:]))
 
     @property
@@ -63,11 +63,11 @@ class PackedMatrix:
         return self.layout.pieces(self.outputs, self.shape[2])
 
     def is_joined(self, payload: str) -> bool:
-        """Whether projections share numbers of this payload, which are put together when all are there."""
+        """Whether gate and up share blocks of this payload, so that it must be joined after both are filled."""
         return payload == "scales" and self.layout.overlaps(self.outputs, self.parts)
 
     def held(self, payload: str) -> Tensor:
-        """The tensor that a payload of all experts is written to; allocated when it is asked for first."""
+        """The tensor that holds a payload of all experts, allocated on first use."""
         if payload not in self._held:
             many, outputs, inputs = self.shape
             declared = self.layout.format.payloads(outputs, inputs)[payload]
@@ -81,7 +81,7 @@ class PackedMatrix:
         return self._held[payload]
 
     def share(self, payload: str, place: int, part: int) -> Tensor:
-        """The place of one projection of one expert in a payload: every payload has rows in the matrix's order."""
+        """The part of a payload that belongs to one projection (`part`) of the expert at `place`, as a view."""
         return self.held(payload)[place].chunk(self.parts)[part]
 
     def mismatch(self, payload: str, stored: Tensor) -> str | None:
@@ -92,18 +92,18 @@ class PackedMatrix:
         return None if fits and same_rows else f"{' or '.join(piece.dtypes)}{list(piece.shape)}"
 
     def fill(self, payload: str, place: int, part: int, stored: Tensor) -> None:
-        """Write what a file has of one projection of one expert to its place."""
+        """Write a payload of one projection of one expert, from its tensor in a file."""
         self.layout.fill(payload, stored, self.share(payload, place, part))
 
     def check(self, payload: str, place: int, part: int, named: str, **where: Any) -> None:
-        """Raise if a scale of one projection of one expert is not a usable number. `named` is how errors call them."""
+        """Raise if a scale of one projection of one expert is not a usable number. Errors begin with `named`."""
         if payload == "data":
             return
         scales = self.share(payload, place, part)
         numbers = scales.float()
         if scales.dtype == torch.uint8:  # E8M0
             wrong, kind = scales == 255, "NaN (E8M0 byte 255)"
-        elif payload == "global_scale":  # what values are divided by
+        elif payload == "global_scale":  # values are divided by it
             wrong, kind = ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
         else:
             wrong, kind = ~numbers.isfinite(), "NaN or infinite"
@@ -116,7 +116,7 @@ class PackedMatrix:
             )
 
     def join(self, payload: str, place: int, named: str, **where: Any) -> None:
-        """Join what an expert's projections share of a payload. Raise if the parts differ. Errors call them `named`."""
+        """Join an expert's scales of gate and up; raise if those of shared blocks differ. Errors begin with `named`."""
         whole = self.layout.join(list(self.held(payload)[place].chunk(self.parts)), self.outputs)
         if whole is None:
             raise CheckpointError(
@@ -128,7 +128,7 @@ class PackedMatrix:
         self._finished(payload)[place] = whole
 
     def _finished(self, payload: str) -> Tensor:
-        """A payload as the format declares it."""
+        """A payload of all experts in the shape that the format declares, joined where projections share blocks."""
         if not self.is_joined(payload):
             return self.held(payload)
         if payload not in self._joined:
@@ -137,7 +137,7 @@ class PackedMatrix:
         return self._joined[payload]
 
     def matrix(self) -> Tensor | QuantizedMatrix:
-        """The weights as experts take them, when everything is filled, and joined where it must be."""
+        """The weights of all experts; call it after all payloads are filled, and joined where `is_joined` says so."""
         named = {payload: self._finished(payload) for payload in self.payloads}
         format = self.layout.format
         if not format.quantized:
@@ -176,7 +176,7 @@ class ExpertReading:
         return len(self._experts), sum(outputs for outputs, _ in sizes), sizes[0][1]
 
     def check_scales(self) -> None:
-        """Read the scales, which are small. Raises if one is not a number."""
+        """Read the scales, which are small. Raises if one is NaN, infinite, or otherwise unusable."""
         self._packed = {
             matrix: PackedMatrix(self._layer.layout, self._shape(matrix), len(projections))
             for matrix, projections in self._matrices.items()
@@ -187,7 +187,7 @@ class ExpertReading:
                     self._read(matrix, payload)
 
     def finish(self) -> ExpertWeights:
-        """Read the rest."""
+        """Read the elements and the biases, and return the weights."""
         if not self._packed:
             self.check_scales()
         parts = {}
@@ -200,7 +200,7 @@ class ExpertReading:
         return ExpertWeights(**parts, **biases)  # type: ignore[arg-type]
 
     def _read(self, matrix: str, payload: str) -> None:
-        """Read a payload of all experts asked for."""
+        """Read, check and join a payload of the chosen experts."""
         layer, packed = self._layer, self._packed[matrix]
         if payload in layer.layout.constants:
             return

@@ -6,23 +6,24 @@ A linear map [N, D] is `weight` e4m3[N, D] and `weight_scale_inv` [⌈N/128⌉, 
 *multiplied* with. DeepSeek stores it as float32, Qwen as bf16, which float32 holds exactly.
 
 Gate and up become one matrix, whose blocks are counted from its first row. In the models that use this layout a gate
-is a whole number of blocks, and this is enough. Otherwise a block may hold rows of both, and has one scale:
-from the gate's last block on, all blocks of an expert must have the same scale (for each 128 inputs). What is written
-here is quantized so; e4m3 has its own exponents, so that it costs next to nothing. A file whose scales differ there
-cannot be held exactly, and is refused.
+is a whole number of blocks, so that blocks of both stay as they are. Otherwise one block holds rows of gate and of up,
+and later blocks are shifted against those of up: the matrix can be held exactly only if all blocks from the gate's last
+one on have the same scale (for each 128 inputs). Conversion gives them one scale; since e4m3 has exponents of its own,
+this costs next to no accuracy. A file whose scales differ there is refused.
 
 ModelOpt: NVFP4.
 
 A linear map [N, D] is `weight` u8[N, D/2], `weight_scale` e4m3[N, D/16] and `weight_scale_2`, one float32 that is
-*multiplied* with (compressed-tensors stores the reciprocal and divides). `input_scale` is that of activations.
+*multiplied* with (compressed-tensors stores the reciprocal and divides). `input_scale` is for activations, and is not
+read.
 
 gpt-oss: MXFP4, all experts of a layer in one tensor.
 
     gate_up_proj_blocks u8[E, 2I, H/32, 16]   gate_up_proj_scales u8[E, 2I, H/32]   gate_up_proj_bias bf16[E, 2I]
     down_proj_blocks    u8[E, H, I/32, 16]    down_proj_scales    u8[E, H, I/32]    down_proj_bias    bf16[E, H]
 
-A block's 32 codes are 16 bytes, low nibble first: the rows of our own mxfp4, in one more dimension. Gate and up
-rows take turns, and stay so: the activation of gpt-oss is interleaved, too.
+A block's 32 codes are 16 bytes, low nibble first, as in the format `mxfp4`, with blocks in a dimension of their own.
+Gate and up rows alternate, and stay in this order, because the activation of gpt-oss is interleaved, too.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ BLOCK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekFp8(Layout):
-    """FP8 as DeepSeek has it."""
+    """FP8 with a scale per 128 × 128 block, as DeepSeek stores it."""
 
     method = "DeepSeek"
     weights = "fp8_block128"
     tensors: ClassVar[Mapping[str, Stored]] = {"data": Stored("weight", ("F8_E4M3",), 1)}
     beside: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
-    # How the names of scales end.
+    # The suffix of the tensor that holds the scales.
     scales: ClassVar[str] = "weight_scale_inv"
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:
@@ -63,7 +64,7 @@ class DeepSeekFp8(Layout):
         )
 
     def inner(self, quantization: Mapping[str, Any]) -> str:
-        """A dynamic scheme quantizes activations, also those between the products, with scales of this kind."""
+        """`fp8_block128` if activations are quantized dynamically, which includes those between the products."""
         if quantization.get("activation_scheme") != "dynamic":
             return EXACT
         return str(Fp8Block128(power_of_two_scales=quantization.get("scale_fmt") == "ue8m0"))
@@ -80,7 +81,7 @@ class DeepSeekFp8(Layout):
 
     def join(self, shares: list[Tensor], outputs: int) -> Tensor | None:
         gate, up = shares
-        whole = outputs // BLOCK  # blocks of the gate alone
+        whole = outputs // BLOCK  # blocks that hold rows of the gate only
         shared = torch.cat((gate[whole:], up))
         if not bool((shared == shared[0]).all()):
             return None
@@ -138,7 +139,7 @@ class ModelOptNvfp4(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssMxfp4(Layout):
-    """MXFP4 as gpt-oss has it."""
+    """MXFP4 as gpt-oss stores it, with all experts in one tensor."""
 
     method = "gpt-oss"
     weights = "mxfp4"

@@ -1,7 +1,8 @@
-"""Writing safetensors files whose tensors come one after the other, in any order, and never all at once.
+"""Writes safetensors files tensor by tensor, in any order, without holding all tensors in memory.
 
 The tensors that will be written are listed first (`Entry`); headers and file sizes follow from the list. Then each
-tensor, or an expert's share of one, is written to its place. Memory holds what is being written and nothing else.
+tensor, or an expert's share of one, is written to its offset in a file. Only tensors that are being written are in
+memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenyard.formats.base import dtype_name
 
 SPELLINGS = {dtype: spelling for spelling, (_, dtype) in DTYPES.items() if dtype is not None}
 
-# Files of a checkpoint are at most so large, unless one tensor alone is larger.
+# The most bytes of tensors in a file, unless one tensor alone is larger.
 LARGEST_FILE = 5_000_000_000
 
 _AT_ONCE = 1 << 30  # Linux writes at most 2 GiB in a call
@@ -31,7 +32,7 @@ _AT_ONCE = 1 << 30  # Linux writes at most 2 GiB in a call
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A tensor that will be written; its dtype as headers spell it."""
+    """A tensor that will be written; its dtype is spelled as in headers (`BF16`)."""
 
     name: str
     dtype: str
@@ -39,7 +40,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The bytes of the tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
 
 
@@ -67,7 +68,7 @@ class CheckpointWriter:
         self._descriptors: dict[Path, int] = {}
 
     def write(self, name: str, tensor: Tensor, index: int | None = None) -> None:
-        """Write a tensor, or number `index` along its first dimension."""
+        """Write a tensor, or the slice `index` of it along its first dimension."""
         place = self._places[name]
         shape = place.entry.shape if index is None else place.entry.shape[1:]
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is written as {shape}"
@@ -75,7 +76,7 @@ class CheckpointWriter:
         self.write_bytes(name, tensor.contiguous().view(-1).view(torch.uint8), index)
 
     def write_bytes(self, name: str, raw: Tensor, index: int | None = None) -> None:
-        """The same, given as bytes."""
+        """Write a tensor, or the slice `index` of it, from its bytes."""
         place = self._places[name]
         begin = place.begin + (0 if index is None else index * (place.entry.nbytes // place.entry.shape[0]))
         with self._lock:
@@ -89,7 +90,7 @@ class CheckpointWriter:
             place.written += len(view)
 
     def close(self) -> None:
-        """Finish: everything is on the disk, and where there are several files, an index says what is where."""
+        """Flush all files to disk and close them; with several files, write the index of which tensor is in which."""
         missing = [name for name, place in self._places.items() if place.written != place.entry.nbytes]
         assert not missing, f"not written: {missing[:3]}"
         for descriptor in self._descriptors.values():
@@ -103,7 +104,7 @@ class CheckpointWriter:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def abandon(self) -> None:
-        """Close the files, whatever was written."""
+        """Close the files, whether or not all tensors were written. Later writes are ignored."""
         with self._lock:
             self._closed = True
             for descriptor in self._descriptors.values():
@@ -125,7 +126,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _begin(path: Path, entries: Sequence[Entry]) -> dict[str, _Place]:
-    """Write a file's header, and give the file its size. Returns where each tensor belongs."""
+    """Write a file's header, and extend the file to its final size. Returns the place of each tensor."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -148,7 +149,7 @@ def _begin(path: Path, entries: Sequence[Entry]) -> dict[str, _Place]:
 
 
 def _divide(entries: Sequence[Entry], largest_file: int) -> list[list[Entry]]:
-    """Entries by file, in order; inside a file wide numbers first, so that all lie on multiples of their size."""
+    """Distribute entries over files in order; within a file the widest dtypes come first, so that all are aligned."""
     files: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:

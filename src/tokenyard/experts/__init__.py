@@ -1,4 +1,4 @@
-"""Experts: they compute on the rows that a rank received."""
+"""Experts: classes that compute on the rows that a rank received, and the registry that finds them by name."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An `Activation` is a value: a formula's name, whether it has a gate, how gate and up share the columns of the
 first product, and its constants. It maps the float32 pre-activation `[n, 2I]` (`[n, I]` without a gate) to
-`[n, I]`, in two ways that say the same:
+`[n, I]`, in two ways that implement the same formula:
 
 - Calling it uses torch's own kernels: fast, and right to a few units in the last place of float32.
 - `reproducible` is its plain twin: a row's bits depend on that row alone, on every machine.
@@ -10,11 +10,11 @@ first product, and its constants. It maps the float32 pre-activation `[n, 2I]` (
 Why two? On a CPU, torch's `sigmoid`, `silu` and `gelu` run vector code on the body of a tensor and scalar
 code on its tail, and the two round differently. Measured on 200 rows of 7 against the same rows one by one:
 up to 4% of the elements differ in their last bit, in float32 and in float64 alike, so computing in float64
-and rounding would only make the accident rare. (`exp`, `erf` and `tanh` were row-independent there, but
+and rounding would only make such differences rare. (`exp`, `erf` and `tanh` were row-independent there, but
 nothing promises it.) What IEEE 754 does promise is one correctly rounded result for `+ - × ÷`, whatever the
-vector width, the thread or the machine. So the twin builds `exp` and `erf` out of these, in float64: a Taylor
-polynomial after reducing the argument by powers of two, and a series of positive terms. The result is rounded
-to float32 once. Fused operations (`addcmul`) are avoided: they round once where others round twice.
+vector width, the thread or the machine. The twin therefore builds `exp` and `erf` from these operations, in float64:
+`exp` as a Taylor polynomial after reducing the argument by powers of two, `erf` as a series of positive terms. The
+result is rounded to float32 once. Fused operations (`addcmul`) are avoided, because they round once instead of twice.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tokenyard.errors import InputError, unknown_name
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One formula. `name` picks it, and the other fields say how it is laid out.
+    """An activation: its formula (`name`), the layout of gate and up, and the constants of the formula.
 
     >>> activation("swiglu")(torch.tensor([[0.0, 2.0, 3.0, 5.0]]))  # gate 0 and 2, up 3 and 5
     tensor([[0.0000, 8.8080]])
     """
 
     name: str  # the formula
-    # Whether there is a gate. The first product is then 2I wide: gate and up.
+    # Whether there is a gate. The first product then has 2I columns, gate and up.
     gated: bool = True
     # Where gate and up are: gate on even columns and up on odd ones, or all of gate and then all of up.
     interleaved: bool = False
@@ -63,7 +63,7 @@ class Activation:
             )
 
     def __call__(self, pre: Tensor) -> Tensor:
-        """Apply it with torch's kernels, in float32 at least. The input is not changed."""
+        """Apply the activation with torch's kernels, in float32 or wider. The input is not changed."""
         gate, up = self.split(pre)
         # The gate is widened here. Up may stay 16 bits wide: a product with float32 is a float32 product.
         gate = gate.float() if gate.dtype.itemsize < 4 else gate
@@ -72,11 +72,11 @@ class Activation:
         return self._apply(gate, up, _FORMULAS[self.name].fast)
 
     def reproducible(self, pre: Tensor) -> Tensor:
-        """Apply it so that each element depends on its own inputs alone, to the bit."""
+        """Apply the activation such that the bits of each element depend on its own inputs alone."""
         return self._apply(*self.split(pre.double()), _FORMULAS[self.name].written_out).float()
 
     def split(self, pre: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gate and the up columns, as views. Without a gate the first is everything."""
+        """The gate and the up columns, as views; without a gate, all columns and None."""
         if not self.gated:
             return pre, None
         if self.interleaved:
@@ -113,7 +113,7 @@ def activation(name: str | Activation) -> Activation:
     return ACTIVATIONS[known]
 
 
-# --- Written out of + - × ÷ alone, in float64 -------------------------------------------------------------
+# --- Functions made of + - × ÷ alone, in float64 -------------------------------------------------------------
 
 _PER_LN2 = 1.4426950408889634
 _LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # 32 bits of ln 2: n · this is exact for |n| < 2^20
@@ -174,7 +174,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Formula:
-    """What is applied to the gate: with torch's kernels, and written out; and the constants it needs."""
+    """The function of the gate, by torch's kernels and by + - × ÷ alone, and the constants that the formula needs."""
 
     fast: Callable[[Tensor], Tensor]
     written_out: Callable[[Tensor], Tensor]
@@ -203,7 +203,7 @@ ACTIVATIONS = {
     ),
 }
 
-# How engines and checkpoints spell them.
+# Other names that engines and checkpoints use for the activations.
 ALIASES = {
     "silu": "swiglu",
     "swish": "swiglu",

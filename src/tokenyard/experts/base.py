@@ -1,8 +1,8 @@
-"""What experts are: they compute on the rows that this rank received, and return one type.
+"""The base class of experts, which compute on the rows that this rank received.
 
 An experts class declares what it can serve (`supports`), takes `ReceivedRows`, and returns `ExpertRows`
 (weighted, summed over this rank's experts of a row) or, with `finalize=False`, `UnfinalizedRows`. It knows
-neither the group nor the exchange. Rows arrive in a format; decoding them is the experts' duty, once.
+neither the group nor the exchange. Rows arrive in a format, and the experts decode them.
 
 For each pair of a received row r and a choice k whose local id is not -1, with x the decoded row and w the
 routing weight:
@@ -37,26 +37,27 @@ class Experts(nn.Module, ABC):
     name: ClassVar[str]  # the name in `EXPERTS`, or one of your own
     # Formats that may hold the weights.
     weight_formats: ClassVar[tuple[str, ...]] = tuple(WEIGHT_DTYPES)
-    # Formats in which `compute` can hold numbers between the two products.
+    # The inner formats: those in which `compute` can hold the activation between the two products.
     inner_formats: ClassVar[tuple[str, ...]] = ()
-    # Whether `compute` can weight and sum by itself. If not, the layer finishes what it returns.
+    # Whether `compute` can weight and sum its results. If not, the layer weights and sums what it returns.
     finalizes: ClassVar[bool] = True
     # Whether the experts turn logits into routes by themselves (then logits travel instead of routes).
     routes_itself: ClassVar[bool] = False
     # The layout in which the experts want the scales of the rows.
     scale_layout: ClassVar[ScaleLayout] = "linear"
-    # Whether `compute` records what it weights and sums (`tokenyard.duties.record`). The duties of other kernels are
-    # not counted.
+    # Whether `compute` records the duties that it does (`tokenyard.duties.record`). If not, a paranoid plan does not
+    # count them.
     counts_duties: ClassVar[bool] = False
-    # Whether `compute` reads adopted weights by their strides. If not, those that are not contiguous are copied.
+    # Whether `compute` works with adopted weights of any strides. If not, weights that are not contiguous are copied.
     any_strides: ClassVar[bool] = False
-    # Whether `compute` writes what it has weighted and summed into `received.place`, where a layer gives it one.
+    # Whether `compute` writes its weighted and summed results into `received.place`, if that is not None.
     places_results: ClassVar[bool] = False
-    # The kinds of devices on which `compute` gives a row the same bits in every batch, where the spec asks for it.
+    # The device types on which `compute` gives a row the same bits in every batch, if `spec.batch_invariant` is set.
     batch_invariant: ClassVar[tuple[str, ...]] = ()
-    # Whether slots without rows, with ids of -1 alone, cost `compute` next to nothing. A GPU is then waited for less.
+    # Whether slots without rows, whose ids are all -1, cost `compute` next to nothing. It may then be given all slots
+    # of a workspace, so that the host need not wait for the number of rows that arrived.
     skips_empty_slots: ClassVar[bool] = False
-    # The kinds of devices that the rows may live on.
+    # The device types that the rows may be on.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @classmethod
@@ -84,22 +85,22 @@ class Experts(nn.Module, ABC):
 
     @classmethod
     def scratch_bytes(cls, spec: ExpertsSpec) -> int:
-        """Bytes that a call may take for its weights in another form, beside what grows with its rows.
+        """Bytes that a call may allocate for its weights in another form; buffers that grow with its rows do not count.
 
-        They are free again when it returns: all layers share them.
+        The bytes are free again when the call returns, so that all layers share them.
         """
         return 0
 
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
-        """None, or why these experts cannot compute on rows that live there."""
+        """None, or why these experts cannot compute on rows on this device."""
         if device.type in cls.devices:
             return None
         why = f"these experts run on {' and '.join(cls.devices)}, and rows are on {device}"
         return Reason(field="experts", value=cls.name, why=why)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A kernel that replaces another declares by itself what it counts, reads, holds and places."""
+        """Reset the declarations about `compute` in a subclass that overrides it, unless it makes them itself."""
         super().__init_subclass__(**options)
         if "compute" in vars(cls):
             cls.counts_duties = vars(cls).get("counts_duties", False)
@@ -109,10 +110,10 @@ class Experts(nn.Module, ABC):
             cls.batch_invariant = vars(cls).get("batch_invariant", ())
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
-        """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.
+        """Check the weights, and hold a copy of them, or with `adopt=True` the tensors themselves.
 
-        Adopted tensors belong to the experts from then on: `load_` writes into them. Those that are not contiguous
-        are copied all the same, unless these experts take `any_strides`.
+        Adopted tensors belong to the experts from then on: `load_` writes into them. Tensors that are not contiguous
+        are copied even so, unless the class declares `any_strides`.
         """
         super().__init__()
         if (reason := type(self).supports(spec)) is not None:
@@ -126,11 +127,11 @@ class Experts(nn.Module, ABC):
             if not adopt:
                 held = held.clone(memory_format=torch.contiguous_format)
             elif not self.any_strides:
-                held = held.contiguous()  # no copy, where it is
+                held = held.contiguous()  # copies only if it is not
             self.register_buffer(name, held)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Quantized weights move with a model, and keep their dtypes where `model.half()` casts all that is plain."""
+        """Move and cast the weights with the model, as `nn.Module` does, but do not cast quantized ones."""
         if weight_format(self.spec.weights).quantized:
             fn = _without_casts(fn)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
@@ -142,7 +143,7 @@ class Experts(nn.Module, ABC):
         return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
 
     def movable(self) -> dict[str, Tensor]:
-        """The weights as they are held, by name, each `[L, …]` (no copies): what is copied where experts move."""
+        """The tensors to copy when experts move between ranks: the weights as they are held, by name, each `[L, …]`."""
         tensors = self.weights.by_name()
         held = {buffer.data_ptr() for buffer in self.buffers()}
         if any(tensor.data_ptr() not in held for tensor in tensors.values() if tensor.numel()):
@@ -162,7 +163,7 @@ class Experts(nn.Module, ABC):
 
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
-        """Replace the weights in place: whatever refers to them (a captured graph) sees the new ones.
+        """Replace the weights in place, so that captured CUDA graphs use the new ones.
 
         All of them are checked before the first is changed.
         """
@@ -171,7 +172,7 @@ class Experts(nn.Module, ABC):
             self.get_buffer(name).copy_(tensor)
 
     def _check_new(self, weights: ExpertWeights) -> None:
-        """Raise unless these weights can take the place of those that are here."""
+        """Raise unless these weights fit the spec and have values, so that `load_` can copy them."""
         check_weights(self.spec, weights)
         for name, tensor in weights.by_name().items():
             if tensor.is_meta:
@@ -183,16 +184,17 @@ class Experts(nn.Module, ABC):
 
     @abstractmethod
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """`ExpertRows` if `finalize`, else `UnfinalizedRows`. Never anything else.
+        """Compute the experts of the received rows: `ExpertRows` if `finalize`, else `UnfinalizedRows`.
 
-        A result has memory of its own, which no later call writes again: two batches may be in flight. Where the batch
-        says where its results are read (`received.results`), they may be written there: `PlacedRows`.
+        A result must have memory that later calls do not overwrite, since several batches may be in flight. If
+        `received.results` is a buffer, finalized results may be written into it instead; `PlacedRows` are returned
+        then.
         """
 
     def forward(
         self, received: ReceivedRows, *, finalize: bool = True
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Compute, and check that the kernel returns what its contract says."""
+        """Compute, and check the type of the result."""
         self._check_held(received)
         with acting(Party.EXPERTS):
             result = self.compute(received, finalize=finalize)
@@ -207,9 +209,9 @@ class Experts(nn.Module, ABC):
         return result
 
     def _check_held(self, received: ReceivedRows) -> None:
-        """Raise where the model was moved or cast since its experts were built."""
+        """Raise if the weights are on another device than the rows, or were cast to another dtype than the spec's."""
         held = next(iter(self._buffers.values()), None)
-        if held is None:  # the inner experts hold the weights, and check them
+        if held is None:  # as in `SelfRoutingExperts`, whose inner experts hold the weights, and check them
             return
         if held.device != received.rows.device:
             raise InputError(
@@ -227,20 +229,20 @@ class Experts(nn.Module, ABC):
             )
 
     def incoming(self, received: ReceivedRows, dtype: torch.dtype) -> Tensor:
-        """The received rows as numbers, in the format that the spec asks for: decoded once, by its owner."""
+        """The received rows as numbers; if they are not in the format `spec.rows`, they are first encoded in it."""
         rows = received.dense()
         if self.spec.rows is not None and rows.format != self.spec.rows:
             rows = self.spec.rows.encode(rows.decode(self.spec.dtype))
         return rows.decode(dtype)
 
     def between(self, hidden_nI: Tensor) -> Tensor:
-        """What the second product gets of the activation's result: the same, or as the spec's format holds it."""
+        """The input of the second product: the activation's result, rounded to the inner format if the spec has one."""
         inner = self.spec.inner
         return hidden_nI if inner is None else inner.encode(hidden_nI.float()).decode(torch.float32)
 
 
 def _without_casts(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What `fn` does to a tensor, but for its dtype."""
+    """`fn` without its change of dtype: it moves tensors, and does not cast them."""
 
     def moved(tensor: Tensor) -> Tensor:
         probe = fn(tensor.new_empty(0))
@@ -250,7 +252,7 @@ def _without_casts(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 
 def local_routes(received: ReceivedRows) -> LocalRoutes:
-    """The routes of a batch, for experts that do not route by themselves."""
+    """The routes of a batch. Raises if it carries logits, which only experts that route by themselves take."""
     if not isinstance(received.routes, LocalRoutes):
         raise ContractError(
             f"the batch carries {describe(received.routes)}",

@@ -1,4 +1,4 @@
-"""The fast experts for CPU and CUDA: pairs sorted by expert once, then two products per expert.
+"""The fast experts for CPU and CUDA: they sort pairs by expert, then compute two products per expert.
 
     sort pairs ── gather rows ── W13 · x ── activation ── W2 · h ── weight ── sum over a row's choices
 
@@ -21,8 +21,8 @@ In `grouped_mm` and `mm` the sums are float32 inside a product, and its output i
 weights, as is the activation's result. The activation itself, the bias, the routing weight and the sum over a
 row's experts are always float32, and that sum has one order: the order of the row's choices, bit for bit as
 `UnfinalizedRows.finish` does it. Unlike those of the reference experts, the bits of a row may still depend on
-how many rows share its expert, since that is what a BLAS library chooses its tiles by; unless the spec asks for
-`batch_invariant`: then a CPU computes row by row (`tiles.py`), with the reproducible activation.
+how many rows share its expert, since a BLAS library chooses its tiles by that number. With `batch_invariant` they do
+not: a CPU then computes row by row (`tiles.py`), with the reproducible activation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows
 
 Item = TypeVar("Item")
-Matrices = TypeVar("Matrices")  # of all experts: one tensor, or one for each
+Matrices = TypeVar("Matrices")  # the matrices of all experts: one tensor, or a list with one for each expert
 ProductPath = Literal["grouped_mm", "upcast", "mm"]
 
 # Rows of one expert from which on a CPU is faster with float32 products. Measured on a core with AVX-512 but
@@ -61,7 +61,7 @@ UPCAST_ROWS = {torch.bfloat16: 16, torch.float16: 8}
 # weights were float32 already.
 UPCAST_TILE = 1024 * 1024
 
-# float32 elements of one block of weighted results, on their way into the sum (512 KiB, within the L2 cache).
+# float32 elements of the weighted results that are summed at a time (512 KiB, within the L2 cache).
 SUM_BLOCK = 128 * 1024
 
 GROUPED_MM_ALIGNMENT = 16  # bytes
@@ -87,7 +87,7 @@ def product_path(
     *,
     native: bool = False,
 ) -> ProductPath:
-    """How experts of this shape should compute their products; `native` if the CPU multiplies this dtype.
+    """The way to compute products of this shape; `native`: the CPU has instructions that multiply this dtype.
 
     >>> product_path(64, 2048, 1024, torch.bfloat16, torch.device("cpu"))
     'upcast'
@@ -104,7 +104,7 @@ def product_path(
 
 
 class GroupedExperts(Experts):
-    """Experts computed group by group, on whatever matrix product is fastest for the shape."""
+    """Experts computed on pairs grouped by expert, with the matrix product that is fastest for the shape."""
 
     name = "grouped"
     counts_duties = True
@@ -119,23 +119,23 @@ class GroupedExperts(Experts):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights as they are now (no copies), put together anew where a buffer is another tensor."""
+        """The weights as they are now (no copies). The object is cached until a buffer becomes another tensor."""
         buffers = tuple(
             map(id, self._buffers.values())
-        )  # kept by the weights: no other tensor gets their ids
+        )  # `_last` keeps these tensors alive, so their ids stay unique
         if self._last is None or self._last[0] != buffers:
             self._last = buffers, super().weights
         return self._last[1]
 
     def _single_matrices(self, weights: ExpertWeights) -> tuple[list[Tensor], list[Tensor]]:
-        """The matrices of each expert, transposed, as views: made once, since each takes some microseconds."""
+        """Transposed views of each expert's matrices, cached, since making a view takes some microseconds."""
         if self._single is None or self._single[0] is not weights:
             w13, w2 = weights.plain_matrices()
             self._single = weights, list(w13.mT.unbind()), list(w2.mT.unbind())
         return self._single[1:]
 
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Sort, gather, multiply, and weight and sum where asked to."""
+        """Sort pairs, gather rows, and compute both products; with `finalize`, weight and sum the results."""
         if not torch.is_grad_enabled():
             return self._compute(received, finalize=finalize)
         with torch.no_grad():
@@ -173,10 +173,10 @@ class GroupedExperts(Experts):
 
     @torch.no_grad()
     def compute_fixed(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows:
-        """The same without looking at a value: every (row, choice) pair is computed, whether it exists or not.
+        """What `compute` does, without reading a value on the host, so that a CUDA graph can capture it.
 
-        That is what a CUDA graph can hold. The products stop behind the last pair that exists, and what stands in the
-        rows behind it is not added.
+        Buffers have a row for every (row, choice), whether its id is -1 or not. Choices of -1 are sorted to the end,
+        where the products stop before them, and their rows, which are uninitialized, are not added.
         """
         spec, weights, routes = self.spec, self.weights, local_routes(received)
         quantized = isinstance(weights.w13, QuantizedMatrix)
@@ -193,7 +193,7 @@ class GroupedExperts(Experts):
         expert_N = routes.ids_RK.reshape(-1).long()
         expert_N = torch.where(
             expert_N < 0, num_experts, expert_N
-        )  # choices of nobody are sorted behind all others
+        )  # choices of -1 are sorted to the end, behind all experts
         sorted_N, order_N = torch.sort(expert_N, stable=True)
         every_L = torch.arange(num_experts, device=order_N.device)
         ends_L = torch.searchsorted(sorted_N, every_L, right=True, out_int32=True)
@@ -221,12 +221,12 @@ class GroupedExperts(Experts):
         dtype, device = w13.dtype, w13.device
         native = device.type == "cpu" and cpu_multiplies(dtype)
         path = product_path(rows, spec.hidden_size, spec.intermediate_size, dtype, device, native=native)
-        # Adopted weights may lie anywhere, say inside a memory-mapped file, and in any order.
+        # Adopted weights may have any alignment, say in a memory-mapped file, and any strides.
         usable = all(w.is_contiguous() and w.data_ptr() % GROUPED_MM_ALIGNMENT == 0 for w in (w13, w2))
         return "mm" if path == "grouped_mm" and not usable else path
 
     def _inputs(self, x_RH: Tensor, pairs: SortedPairs, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows of some pairs in the dtype of the product, weighted where the weight goes on the input."""
+        """The rows of some pairs in the dtype of the product, times their weights if `weight_on` is "input"."""
         x_nH = x_RH[pairs.row_N[chosen]]
         if self.spec.weight_on == "input":
             record_weights(pairs.weights_N[chosen])
@@ -245,7 +245,7 @@ class GroupedExperts(Experts):
     def _one_row(
         self, weights: ExpertWeights, received: ReceivedRows, routes: LocalRoutes, *, finalize: bool
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """The result of one row, choice by choice: there is nothing to sort, and nothing to gather."""
+        """The result of a batch of one row, choice by choice, without sorting or gathering."""
         check_shapes(routes)
         (w13, _), (ids,) = weights.plain_matrices(), routes.ids_RK.tolist()
         check_local_id(max(ids, default=-1), self.spec.num_local_experts)
@@ -256,7 +256,7 @@ class GroupedExperts(Experts):
             weights_N1 = weights_N1.float()
         if len(experts) < len(ids):
             weights_N1 = weights_N1[choices]
-        x_NH = x_1H  # one row for all of them, unless it is weighted
+        x_NH = x_1H  # all pairs share the row, unless it is multiplied with their weights
         if self.spec.weight_on == "input":
             record_weights(weights_N1)
             x_NH = (x_1H.float() * weights_N1).to(w13.dtype)
@@ -267,13 +267,13 @@ class GroupedExperts(Experts):
             y_NH = self._both_products(weights, single, x_NH, experts, by_row)
         if not finalize:
             index_N = torch.tensor(choices, dtype=torch.int64)
-            weights_N = weights_N1.squeeze(1).clone()  # they may still be the caller's
+            weights_N = weights_N1.squeeze(1).clone()  # may still be a view of the routes
             return UnfinalizedRows(
                 rows_NH=y_NH, weights_N=weights_N, index_N=index_N, num_rows=1, top_k=len(ids)
             )
         record_weights(weights_N1)
         record(Duty.REDUCE_EXPERTS, len(experts))
-        # By NumPy, which adds the same numbers: an operator of torch takes several times as long.
+        # NumPy gives the same sums, and a call of torch takes several times as long.
         sums_1H = np.zeros((1, self.spec.hidden_size), dtype=np.float32)
         for y_H in (y_NH * weights_N1).numpy():
             sums_1H += y_H
@@ -287,7 +287,7 @@ class GroupedExperts(Experts):
         expert_N: Tensor | list[int],
         product: Callable[[Tensor, Matrices], Tensor],
     ) -> Tensor:
-        """The results of rows, each of the expert in `expert_N`, by two products `(rows, matrices of all experts)`."""
+        """Both products of rows, whose experts are `expert_N`, with the function `product(rows, matrices)`."""
         w13, w2 = matrices
         pre = product(x_NH, w13)
         if weights.b13 is not None:
@@ -304,7 +304,7 @@ class GroupedExperts(Experts):
         def compute_one(expert_and_run: tuple[int, slice]) -> None:
             expert, run = expert_and_run
             chosen = pairs.by_expert_N[run]
-            # An expert with few rows is better off in 16 bits, even where others of the batch are widened.
+            # For an expert with few rows 16 bits are faster, even if the weights of others in the batch are widened.
             upcast = self._path(weights, len(chosen)) == "upcast"
             x_nH = self._inputs(x_RH, pairs, chosen, torch.float32 if upcast else w13.dtype)
             pre = _product(x_nH, w13[expert])
@@ -318,7 +318,7 @@ class GroupedExperts(Experts):
         return y_NH
 
     def _tile_by_tile(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
-        """The results of all pairs, in the order of `by_expert_N`, in float32, from weights, widened by tiles."""
+        """The results of all pairs, in the order of `by_expert_N`, in float32, from weights decoded tile by tile."""
         runs, invariant = list(pairs.runs()), self.spec.batch_invariant
         x_NH = self._inputs(x_RH, pairs, pairs.by_expert_N, torch.float32)
         pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs, row_by_row=invariant)
@@ -327,12 +327,12 @@ class GroupedExperts(Experts):
 
 
 def _by_groups(ends_L: Tensor, x_ND: Tensor, w_LOD: Tensor) -> Tensor:
-    """The product of rows that are sorted by expert, each expert's up to its end."""
+    """The product of rows sorted by expert; `ends_L` is the end of each expert's rows."""
     return functional.grouped_mm(x_ND, w_LOD.mT, offs=ends_L)
 
 
 def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LDO: Sequence[Tensor]) -> Tensor:
-    """The product of each row, or of the only one, with the transposed matrix of its expert."""
+    """The product of each row with the transposed matrix of its expert; a single row is used for all experts."""
     count = len(experts)
     rows = [x_ND] * count if x_ND.shape[0] == 1 else x_ND.split_with_sizes([1] * count)
     products = [torch.mm(x_1D, w_LDO[expert]) for x_1D, expert in zip(rows, experts, strict=True)]
@@ -340,7 +340,7 @@ def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LDO: Sequence[Tensor]) -
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:
-    """`x_nD @ w_OD.T`, as float32 where `out` is. Weights narrower than the rows are widened by tiles."""
+    """`x_nD @ w_OD.T`, written to `out` if it is given. Weights narrower than the rows are widened by tiles."""
     if x_nD.dtype == w_OD.dtype:
         y_nO = torch.mm(x_nD, w_OD.t())
         return y_nO if out is None else out.copy_(y_nO)
@@ -357,7 +357,7 @@ def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:
 def _for_each(
     function: Callable[[Item], None], items: Iterable[Item], rows: Sequence[int], device: torch.device
 ) -> None:
-    """Call `function` on each item: side by side where that keeps the threads of a CPU busy."""
+    """Call `function` on each item, in parallel if that keeps all threads of a CPU busy."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if workers.worth_sharing(rows, threads):
         workers.for_each(function, items, threads)
@@ -371,15 +371,15 @@ def sum_choices(
 ) -> ExpertRows | PlacedRows:
     """Weight results that are in the order of `by_expert_N`, and sum those of each row, from +0, in float32.
 
-    The same products and additions as in `UnfinalizedRows.finish`, hence the same bits: a row's first pair,
-    its second, …. On a CPU they go block by block, so that each result is read from memory once, and each sum
-    is rounded into its `place` from the cache. (1,886 rows of 2,048 with 4,154 pairs, one core: 13.5 ms, and 58 by
-    passes over all rows.)
+    The products and additions are those of `UnfinalizedRows.finish`, in the same order (a row's first pair, its
+    second, …), so the bits are the same. A CPU works block by block, so that each result is read from memory once,
+    and each sum is rounded into its `place` from the cache. (1,886 rows of 2,048 with 4,154 pairs, one core: 13.5 ms,
+    and 58 ms by passes over all rows.)
     """
     record_weights(weights_N)
     record(Duty.REDUCE_EXPERTS, len(weights_N))
     (num_pairs, hidden_size), num_rows, top_k = y_NH.shape, pairs.num_rows, pairs.top_k
-    whole = num_pairs == num_rows * top_k  # all K choices of all rows live here
+    whole = num_pairs == num_rows * top_k  # all K choices of all rows are experts of this rank
     if not whole and not y_NH.is_cpu:
         return ExpertRows(rows_RH=_sum_by_passes(y_NH, weights_N, pairs))
     per_row = max(1, num_pairs // max(1, num_rows))
@@ -406,7 +406,7 @@ def sum_choices(
 
 
 def _sum_by_passes(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
-    """The sums on a GPU, whose `index_add_` has no order: each pass adds a row's next pair, and no row twice."""
+    """The sums on a GPU, whose `index_add_` has no fixed order: pass n adds the n-th pair of each row."""
     num_rows = pairs.num_rows
     sums_RH = y_NH.new_zeros(num_rows, y_NH.shape[1], dtype=torch.float32)
     pairs_R = torch.bincount(pairs.row_N, minlength=num_rows)

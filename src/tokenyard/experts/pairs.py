@@ -1,17 +1,17 @@
 """The (received row, expert) pairs of a batch, and their order by expert.
 
-Routes name, for each received row, up to K experts of this rank. Experts compute expert by expert, so the
-pairs are sorted by expert once; results are named by pair (`index_N`, ascending), so that they can be summed
+Routes give, for each received row, up to K experts of this rank. Products are computed expert by expert, so the
+pairs are sorted by expert. Results are indexed by pair (`index_N`, ascending), so that they can be summed
 in the order of a row's choices. With K = 2 and local experts 0 and 1:
 
     ids_RK = [[1, -1], [0, 1], [-1, -1]]     row 2 has no expert here
     index_N = [0, 2, 3]                      r · K + k of each pair that exists
     by_expert_N = [1, 0, 2]                  pair 1 goes to expert 0, pairs 0 and 2 to expert 1
-    place_N = [1, 0, 2]                      where by_expert_N has each pair: its inverse
+    place_N = [1, 0, 2]                      the position of each pair in by_expert_N: its inverse
     counts = (1, 2)                          pairs of each expert
 
-A routing weight is read only where there is a pair: whatever stands beside an id of -1 (a NaN) is not looked
-at, and neither is a row that has no pair.
+Routing weights are read only for pairs that exist: the weight of an id of -1 may be anything, even NaN, and so
+may a row that has no pair.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class SortedPairs:
     expert_N: Tensor  # the expert of each pair, in the order of by_expert_N
     place_N: Tensor
     counts: tuple[int, ...]
-    counts_L: Tensor  # the same, on the device
+    counts_L: Tensor  # `counts` as a tensor on the device of the routes
     num_rows: int
     top_k: int
 
     def runs(self) -> Iterator[tuple[int, slice]]:
-        """Each expert that is hit, with its run of `by_expert_N`."""
+        """Each expert that has pairs, with their slice of `by_expert_N`."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -51,7 +51,7 @@ class SortedPairs:
 
 
 def check_shapes(routes: LocalRoutes) -> None:
-    """Raise unless there is a weight for each id."""
+    """Raise unless ids and weights are matrices of the same shape."""
     ids_RK, weights_RK = routes.ids_RK, routes.weights_RK
     if ids_RK.dim() != 2 or ids_RK.shape != weights_RK.shape:
         raise InputError(
@@ -62,7 +62,7 @@ def check_shapes(routes: LocalRoutes) -> None:
 
 
 def check_local_id(highest: int, num_local_experts: int) -> None:
-    """Raise unless the highest id of a batch is that of an expert of this rank."""
+    """Raise if the highest local id of a batch is beyond the experts of this rank."""
     if highest >= num_local_experts:
         raise InputError(
             f"ids_RK holds local expert id {highest}",

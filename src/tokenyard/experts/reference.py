@@ -1,18 +1,18 @@
-"""The reference experts: slow, and the bits of a row do not depend on the batch, the rank or the device.
+"""The reference experts: slow experts whose results for a row do not depend on the batch, the rank or the device.
 
-This is what other experts are compared with, and what an exchange is tested with: if a row's result does not
-depend on the batch around it, then a layer on four ranks must equal a layer on one rank *bitwise*, and moving
-rows has no tolerance to hide in.
+Other experts are compared with them, and exchanges are tested with them: since a row's result does not depend on
+the other rows of its batch, a layer on four ranks must equal a layer on one rank *bitwise*, and tests of moving rows
+need no tolerance.
 
-A BLAS product cannot serve: it picks its tiles, and with them its order of summation, by the number of rows
-and threads. So the product is written out of elementwise operations, which IEEE 754 defines to the bit:
+A BLAS product cannot be used, because it chooses its tiles, and with them its order of summation, by the number of
+rows and threads. The product is therefore made of elementwise operations, which IEEE 754 defines to the bit:
 
     products[n, o, d] = x[n, d] · w[o, d]               (exact for bf16 and fp16 inputs, in float32)
     fold the inner dimension in halves: products[.., :m-h] += products[.., h:m], h = ⌈m/2⌉, until one is left
 
 Which additions make up an element, and in which order, follows from the inner width alone. Blocks over rows
-and outputs only bound the temporaries, and the inner dimension stands last where it is wide and first where it
-is narrow, so that every operation runs over long contiguous stretches: neither changes a bit. Everything stays
+and outputs only bound the temporaries, and the inner dimension is the last one where it is wide and the first where
+it is narrow, so that every operation runs over long contiguous memory: neither changes a bit. Everything stays
 in float32: pre-activation, bias, activation (see `Activation.reproducible`), second product, bias, routing
 weight, and the sum over a row's experts. Quantized weights are decoded expert by expert, to float32, which holds
 every format's numbers exactly.
@@ -35,7 +35,7 @@ from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 # float32 elements of one block of products (1 MiB, about a core's L2 cache). No influence on the result.
 # [2, 7168] · [8, 7168] on one busy core: 0.30 G multiply-adds/s at 256 Ki, 0.06 at 64 Ki.
 BLOCK = 256 * 1024
-# From this inner width on, the inner dimension stands last. No influence on the result either.
+# From this inner width on, the inner dimension is the last one. No influence on the result either.
 # [2, 7168] · [8, 7168]: 0.30 G/s last, 0.11 first; [16, 32] · [1024, 32]: 0.42 last, 0.89 first.
 WIDE = 64
 
@@ -53,7 +53,7 @@ class ReferenceExperts(Experts):
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Expert by expert, in float32."""
+        """Compute expert by expert, in float32."""
         spec, weights = self.spec, self.weights
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
         x_RH = self.incoming(received, torch.float32)
@@ -84,7 +84,7 @@ class ReferenceExperts(Experts):
 
 
 def product_written_out(x_nD: Tensor, w_OD: Tensor) -> Tensor:
-    """`x_nD @ w_OD.T` in float32, in an order of summation that only the inner width D decides.
+    """`x_nD @ w_OD.T` in float32, in an order of summation that depends on the inner width D only.
 
     >>> product_written_out(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 2.0]]))
     tensor([[6., 6.]])
@@ -109,7 +109,7 @@ def product_written_out(x_nD: Tensor, w_OD: Tensor) -> Tensor:
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:
-    """The sum over a dimension, by halves. The terms are used up."""
+    """The sum over a dimension, by adding its second half to the first until one is left. Overwrites `terms`."""
     left = terms.shape[dim]
     while left > 1:
         half = (left + 1) // 2

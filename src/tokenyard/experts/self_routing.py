@@ -1,9 +1,9 @@
 """Experts that turn logits into routes by themselves.
 
 Some kernels fuse the router with the experts: then the router's logits travel with the rows, and each rank
-routes what it received. This is the plain form of it. It takes the same `ReceivedRows` as other experts, with
-`RoutingLogits` in the place of `LocalRoutes`, routes them, keeps the choices that live on this rank, and lets
-other experts compute:
+routes the rows that it received. `SelfRoutingExperts` do this without a fused kernel. They take the same
+`ReceivedRows` as other experts, with `RoutingLogits` in place of `LocalRoutes`, route them, keep the choices of
+experts on this rank, and let other experts compute:
 
     RoutingLogits ── router ──► global ids, weights ── to_local ──► LocalRoutes ── inner experts
 
@@ -41,18 +41,18 @@ class SelfRoutingExperts(Experts):
     to_local: ToLocal  # turns global ids into those of this rank
 
     name = "self_routing"
-    counts_duties = True  # whether duties are written down: the experts behind the router do it
+    counts_duties = True  # the inner experts record them
     routes_itself = True
     weight_formats = GroupedExperts.weight_formats
     inner_formats = GroupedExperts.inner_formats
-    # The experts that can compute behind the router.
+    # The experts that can be used as inner experts, by name.
     inner_classes: ClassVar[dict[str, type[Experts]]] = {
         cls.name: cls for cls in (ReferenceExperts, GroupedExperts)
     }
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Reason | None:
-        """What the inner experts support; all of them serve the same specs."""
+        """None, or why the inner experts cannot serve this spec; all inner classes support the same specs."""
         return GroupedExperts.supports(spec)
 
     def __init__(
@@ -66,8 +66,8 @@ class SelfRoutingExperts(Experts):
         adopt: bool = False,
     ) -> None:
         """`router` and `to_local` come from the layer, which knows the placement and the rank."""
-        # The weights are registered once, in the inner experts: two registrations of one tensor would come
-        # apart when the module moves to another device. So only the module is set up here.
+        # Only the inner experts register the weights: two registrations of one tensor would become two tensors
+        # when the module moves to another device. So `Experts.__init__` is not called here.
         nn.Module.__init__(self)
         if isinstance(inner, str):
             if inner not in self.inner_classes:
@@ -89,11 +89,11 @@ class SelfRoutingExperts(Experts):
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
         """Route the rows, then compute."""
         result = self.inner(self.route(received), finalize=finalize)
-        assert isinstance(result, (ExpertRows, UnfinalizedRows))  # the inner experts were held to it
+        assert isinstance(result, (ExpertRows, UnfinalizedRows))  # as their `forward` has checked
         return result
 
     def route(self, received: ReceivedRows) -> ReceivedRows:
-        """The same batch, with the routes of this rank that its logits give."""
+        """The same batch with `LocalRoutes` in place of its logits."""
         if not isinstance(received.routes, RoutingLogits):
             raise ContractError(
                 f"the batch carries {describe(received.routes)}",

@@ -1,4 +1,4 @@
-"""Where a rank's weights stand: a slot for each of its experts, and spare ones for experts that come."""
+"""The slots of a rank's weights: one for each of its experts, and spare ones for experts that move to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tokenyard.formats import QuantizedMatrix
 class ExpertSlots:
     """Which slot of a rank's weights holds which expert.
 
-    An expert keeps its slot as long as it stays on the rank. One that comes is written into a spare slot, and read only
-    after a switch; the slots of those that leave are spare then.
+    An expert keeps its slot as long as it stays on the rank. The weights of an expert that moves to this rank are
+    written into a spare slot, which is used from the next `switch` on. The switch also frees the slots of experts that
+    leave.
 
     >>> slots = ExpertSlots([4, 5, 6], count=4)
     >>> slots.free
@@ -38,7 +39,7 @@ class ExpertSlots:
         return self._slot_of[expert]
 
     def places(self, experts: Sequence[int]) -> dict[int, int]:
-        """The slots of experts that come: those that were made for them, else spare ones."""
+        """The slots for experts that move to this rank: the one that an expert has already, else a spare one."""
         free = iter(self.free)
         return {
             expert: self._slot_of[expert] if expert in self._slot_of else next(free) for expert in experts
@@ -51,20 +52,21 @@ class ExpertSlots:
         return [slot for slot in range(self.count) if slot not in taken]
 
     def as_dict(self) -> dict[str, Any]:
-        """The arguments that make the same slots: other ranks are told them."""
+        """The arguments of the constructor that make equal slots, to be sent to other ranks."""
         slots = [self._slot_of[expert] for expert in self._experts]
         return {"experts": self._experts, "count": self.count, "slots": slots}
 
     def switch(self, experts: Sequence[int], came: dict[int, int]) -> None:
-        """Hold these experts, in this order of local ids; some came, into these slots."""
+        """Hold these experts from now on, in the order of local ids; `came` has the slots of those that are new."""
         known = self._slot_of | came
         self._experts = list(experts)
         self._slot_of = {expert: known[expert] for expert in experts}
 
     def lookup(self, device: torch.device, before: Tensor | None = None) -> Tensor | None:
-        """The slot of each local id, and -1 for id -1; None where each local id is its slot.
+        """The slot of each local id, with -1 at index -1; None if every local id equals its slot.
 
-        On a GPU it stands where it stood before, from the beginning if there are spare slots: captured graphs read it.
+        On a GPU, `before` is overwritten and returned, because captured graphs read it. For the same reason a tensor is
+        made even if ids equal slots, where there are spare ones.
         """
         slots = [self._slot_of[expert] for expert in self._experts]
         spare, on_gpu = self.count - len(slots), device.type == "cuda"
@@ -74,11 +76,11 @@ class ExpertSlots:
         return before.copy_(made) if on_gpu and before is not None else made.to(device)
 
 
-_ALIGNMENT = 64  # bytes: that of torch's own memory
+_ALIGNMENT = 64  # bytes, as torch aligns its own allocations
 
 
 def _aligned_nbytes(tensor: Tensor, spare: int) -> int:
-    """Bytes of a tensor with so many more experts, up to where the next one may begin."""
+    """Bytes of a tensor with `spare` more experts, rounded up to the alignment of the next tensor."""
     nbytes = tensor.dtype.itemsize * math.prod((len(tensor) + spare, *tensor.shape[1:]))
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -86,7 +88,7 @@ def _aligned_nbytes(tensor: Tensor, spare: int) -> int:
 def with_spare_slots(
     weights: ExpertWeights, spare: int, *, allocate: Callable[[int], Tensor]
 ) -> ExpertWeights:
-    """A copy of weights, and behind them room for some more experts. On CPUs `allocate` gives the bytes for it."""
+    """A copy of the weights with `spare` more experts at the end. On a CPU, `allocate(nbytes)` gives the memory."""
     sizes = [_aligned_nbytes(tensor, spare) for tensor in weights.by_name().values() if tensor.is_cpu]
     room: Iterator[Tensor] = iter(allocate(sum(sizes)).split(sizes) if sizes else ())
 
@@ -97,7 +99,7 @@ def with_spare_slots(
         else:
             held = tensor.new_empty(shape)
         held[: len(tensor)] = tensor.detach()
-        # Weights that every form can hold stand there, too, before an expert comes.
+        # Spare slots get a copy of the first expert, so that they hold valid weights, which can be packed or recoded.
         held[len(tensor) :] = tensor[:1].detach() if len(tensor) else 0
         return held
 

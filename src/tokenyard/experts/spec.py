@@ -1,4 +1,4 @@
-"""What experts are asked for: sizes, formats and the function between their products."""
+"""The specification of a rank's experts: sizes, formats, and the activation between the two products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenyard.formats import FORMATS, Format, weight_format
 
 WeightOn = Literal["input", "output"]
 
-# What `LayerSpec.inner` says where numbers between the two products are not quantized.
+# The value of `LayerSpec.inner` if the activation between the two products is not quantized.
 EXACT = "exact"
 
 
@@ -28,14 +28,14 @@ class ExpertsSpec:
     bias: bool = False  # whether there are `b13` and `b2`
     weights: str = "bf16"  # the format that holds the weight matrices
     dtype: torch.dtype = torch.bfloat16  # the dtype of the layer's rows, in and out
-    # The format that the experts compute on. None: whatever arrives. Where the wire does not bring rows in
-    # this format, the experts encode them (and decode them again, where their matrix product is plain).
+    # The format of rows that the experts compute on. None: the one in which they arrive. Rows that arrive in another
+    # format are encoded in this one (and decoded again, if the matrix product is one of plain numbers).
     rows: Format | None = None
-    # The format in which numbers are held between the two products. None: as close as the products are.
+    # The inner format: that of the activation between the two products. None: it has the precision of the products.
     inner: Format | None = None
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
-    # E, the experts of the whole layer. How many rows to expect depends on it; no result does.
+    # E, the experts of the whole layer. The choice of tiles depends on it, results do not.
     num_experts: int | None = None
     # Whether the bits of a row's results must not depend on the other rows of its batch.
     batch_invariant: bool = False
@@ -51,12 +51,12 @@ class ExpertsSpec:
 
 
 def takes_rows(weights: str, rows: Format) -> bool:
-    """Whether experts with such weights compute on rows of this format. Rows of others are decoded first.
+    """Whether experts with such weights compute on rows of this format; other rows are decoded first.
 
     >>> from tokenyard import formats
     >>> takes_rows("mxfp4", formats.get("mxfp8(alignment=256)")), takes_rows("mxfp4", formats.get("nvfp4"))
     (True, False)
     """
-    # Formats that are not ours may be combined in any way.
+    # Row formats that are not in the registry, a user's own, are not restricted.
     known = rows.name in FORMATS
     return not rows.quantized or not known or rows.name in weight_format(weights).row_formats

@@ -1,17 +1,17 @@
-"""Products with quantized weights, which are decoded a tile at a time and never stand in memory as a whole.
+"""Products with quantized weights, which are decoded a tile at a time and never as a whole.
 
 A tile is some outputs of one expert. It is decoded to float32, which holds every format's numbers exactly, is
 multiplied with all rows of that expert while it is in the cache, and dropped:
 
     for each expert that is hit, for each tile of its outputs:   y[its rows, tile] = x[its rows] · decode(tile)ᵀ
 
-Where a row's bits must not depend on its batch (`batch_invariant`), a tile is multiplied with one row at a time, by one
-thread, in memory that is aligned alike: a BLAS product of several rows gives a row other bits with other neighbors,
-and in another place among as many (seen at [4, 33] · [33, 7]). It costs less than it seems,
-since a tile is in the cache: [256, 2048] took 38 µs for one row and 317 µs for 8 at once, on one busy core. Plain
-weights are then widened tile by tile, too.
+If the bits of a row must not depend on its batch (`batch_invariant`), a tile is multiplied with one row at a time, by
+one thread, in equally aligned memory. In a BLAS product of several rows, the bits of a row change with the number of
+rows and with its position among them (seen at [4, 33] · [33, 7]). This costs less than one might expect, since a tile
+is in the cache: [256, 2048] took 38 µs for one row and 317 µs for 8 at once, on one busy core. Plain weights are then
+widened tile by tile, too.
 
-Tiles are independent, so a CPU's threads share them, one tile each at a time: both cores are busy whether one
+Tiles are independent, so a CPU's threads share them, one tile each at a time: all cores are busy whether one
 expert has all rows or each has one. Beside the weights and the rows, memory holds one tile per thread.
 """
 
@@ -32,7 +32,7 @@ TILE_ELEMENTS = 512 * 1024
 
 
 class Tile(NamedTuple):
-    """Some outputs of one expert, for a run of rows."""
+    """Outputs `first` to `last` of one expert, for the rows `run`."""
 
     expert: int
     run: slice
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 
 def tiles(runs: Sequence[tuple[int, slice]], outputs: int, inputs: int) -> list[Tile]:
-    """What to compute, tile by tile.
+    """The tiles of all experts that are hit, given their runs of rows.
 
     >>> [tile[2:] for tile in tiles([(3, slice(0, 5))], outputs=300, inputs=4096)]
     [(0, 128), (128, 256), (256, 300)]
@@ -62,7 +62,7 @@ def product_by_tiles(
     *,
     row_by_row: bool = False,
 ) -> Tensor:
-    """`x · wᵀ + b` for rows that are sorted by expert, float32 `[rows, outputs]`."""
+    """`x · wᵀ + b` in float32 `[rows, outputs]`, for rows sorted by expert; `runs` are the rows of each expert."""
     _, outputs, inputs = matrix.shape
     y_NO = x_ND.new_empty(x_ND.shape[0], outputs)
     of_expert = {expert: matrix[expert] for expert, _ in runs}
@@ -72,7 +72,7 @@ def product_by_tiles(
         out = y_NO[tile.run, tile.first : tile.last]
         if row_by_row:
             for y_o, x_D in zip(out, x_ND[tile.run], strict=True):
-                y_o.copy_(torch.mv(w_oD, x_D.clone()))  # each vector in memory of its own, aligned alike
+                y_o.copy_(torch.mv(w_oD, x_D.clone()))  # a copy, so that every vector has the same alignment
         else:
             torch.mm(x_ND[tile.run], w_oD.t(), out=out)
         if bias is not None:
@@ -89,7 +89,7 @@ def product_by_tiles(
 
 
 def _tile(matrix: Tensor | QuantizedMatrix, tile: Tile) -> Tensor:
-    """Some outputs of an expert's matrix as float32, in memory of their own."""
+    """The outputs of a tile from an expert's matrix, decoded or widened to float32 in new memory."""
     if isinstance(matrix, QuantizedMatrix):
         return matrix.tile(tile.first, tile.last).contiguous()
     some_oD = matrix[tile.first : tile.last]

@@ -1,4 +1,4 @@
-"""The weights of experts, plain or quantized, and whether they are what a spec asks for."""
+"""The weights of experts, plain or quantized, and the check that they fit a spec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenyard.formats import WEIGHT_FORMATS, PlainWeights, QuantizedMatrix, Wei
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.rows import describe
 
-# How a plain weight matrix is held.
+# The dtype of each plain weight format.
 WEIGHT_DTYPES = {name: kind.dtype for name, kind in WEIGHT_FORMATS.items() if issubclass(kind, PlainWeights)}
 
 
@@ -37,16 +37,16 @@ class ExpertWeights:
     w2: Tensor | QuantizedMatrix  # the second matrices, `[L, H, I]`
     b13: Tensor | None = None  # the biases of the first product, `[L, 2I]`
     b2: Tensor | None = None  # the biases of the second product, `[L, H]`
-    # Which experts of the layer these are, where they were selected: a layer then knows its own from others.
+    # The global ids of these experts, if `select` made them, so that a layer can check that they are its own.
     experts: tuple[int, ...] | None = None
 
     def parts(self) -> dict[str, Tensor | QuantizedMatrix]:
-        """What is there, by field."""
+        """The matrices and biases that are not None, by the name of their field."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "experts"}
         return {name: part for name, part in named.items() if part is not None}
 
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors that are there: by field, those of a quantized matrix as `w13_data`, `w13_scales`, …"""
+        """All tensors by name: those of a quantized matrix as `w13_data`, `w13_scales`, …, others by their field."""
         tensors: dict[str, Tensor] = {}
         for name, part in self.parts().items():
             if isinstance(part, QuantizedMatrix):
@@ -61,8 +61,8 @@ class ExpertWeights:
         return sum(tensor.nbytes for tensor in self.by_name().values())
 
     def select(self, experts: Sequence[int]) -> ExpertWeights:
-        """A copy of some experts' weights: `select(placement.local_experts(rank))` is what one rank owns."""
-        places = [int(expert) for expert in experts]  # of a tuple, torch would index as many dimensions
+        """A copy of some experts' weights; `select(placement.local_experts(rank))` gives those of one rank."""
+        places = [int(expert) for expert in experts]  # a tuple would index several dimensions
         held = self.w13.shape[0]
         if wrong := [place for place in places if not 0 <= place < held]:
             raise InputError(
@@ -78,7 +78,7 @@ class ExpertWeights:
         return ExpertWeights(**chosen, experts=tuple(known))  # type: ignore[arg-type]
 
     def quantize(self, format: str | WeightFormat) -> ExpertWeights:
-        """The same weights with their matrices in a format, from plain ones. Biases stay as they are."""
+        """Quantize plain matrices to a format. Biases stay as they are."""
         kind = weight_format(format)
 
         def held(name: str, matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:
@@ -94,7 +94,7 @@ class ExpertWeights:
         return replace(self, w13=held("w13", self.w13), w2=held("w2", self.w2))
 
     def decode(self, dtype: torch.dtype = torch.float32) -> ExpertWeights:
-        """The same weights, all of them plain tensors of this dtype; no copy of those that are."""
+        """The same weights as plain tensors of this dtype; those that are such tensors already are not copied."""
         decoded = {
             name: part.decode(dtype) if isinstance(part, QuantizedMatrix) else part.to(dtype)
             for name, part in self.parts().items()
@@ -115,7 +115,7 @@ def expert_matrix(matrix: Tensor | QuantizedMatrix, expert: int) -> Tensor:
 
 
 def check_weights(spec: ExpertsSpec, weights: ExpertWeights) -> None:
-    """Raise unless the weights are there, with the shapes and the format of the spec."""
+    """Raise unless all weights of the spec are present, in its format, with their shapes."""
     found, shapes = weights.parts(), spec.shapes()
     if set(found) != set(shapes):
         raise InputError(
@@ -165,7 +165,7 @@ def _check_part(spec: ExpertsSpec, name: str, part: Tensor | QuantizedMatrix, sh
 
 
 def _dtypes(spec: ExpertsSpec, name: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a plain part may have. Biases may be kept in float32 beside weights of any format."""
+    """The dtypes that a plain matrix or a bias may have. Biases may be float32 beside weights of any format."""
     if spec.weights not in WEIGHT_DTYPES:
         return ROW_DTYPES
     dtype = WEIGHT_DTYPES[spec.weights]

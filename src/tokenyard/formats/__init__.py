@@ -2,8 +2,8 @@
 
     get("mxfp8")  get("mxfp8(alignment=256)")  get("nvfp4(global_scale=448.0)")  for_dtype(torch.bfloat16)
 
-What `str(format)` writes, `get` reads back. Adding a format means adding its class here: the planner, the
-errors and the support table ask this registry.
+`get(str(format))` gives an equal format back. To add a format, add its class to `FORMATS`: the planner, the
+errors and the support table read this registry.
 
 Weights have formats of their own, in a registry of their own: `weight_format("mxfp4")`, see `weights.py`.
 """
@@ -70,7 +70,7 @@ mxfp8, nvfp4; fix: did you mean 'mxfp8'?
 
 
 def for_dtype(dtype: torch.dtype) -> Format:
-    """The plain format of a row dtype: what travels where no format is given.
+    """The plain format of a row dtype, in which rows travel if a layer declares no wire.
 
     >>> print(for_dtype(torch.bfloat16))
     bf16
@@ -88,7 +88,7 @@ def for_dtype(dtype: torch.dtype) -> Format:
 def _parameters(spec: str) -> dict[str, Any]:
     """The parameters of `name(key=value, …)`, whose values are numbers, True, False or None.
 
-    Read by hand: Python's own parser (`ast`) fails in several threads at a time, and on brackets without end.
+    It does not use Python's parser (`ast`), which can fail when several threads parse, and on very deep brackets.
     """
     try:
         inside = _CALL.fullmatch(spec)

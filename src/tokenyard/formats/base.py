@@ -1,17 +1,17 @@
 """What a format is: how a row is encoded, and how many bytes that takes.
 
-A *format* declares its payloads (data, scales) for a hidden size: name, dtype and width of each. Everything
-that needs bytes asks this one declaration: the workspace, the row layout on the wire, the check of every
-tensor that arrives. Nobody else knows how wide a padded row is.
+A *format* declares its payloads (data, scales) for a hidden size: name, dtype and width of each. The size of the
+workspace, the layout of a row on the wire, and the check of every tensor that arrives all follow from this one
+declaration. No other code computes the width of a padded row.
 
     x_TH ── pad to a multiple of `alignment` ── quantize per block ──► EncodedRows(payloads of P columns)
     EncodedRows ── dequantize ── cut off the pad ──► x_TH
 
 Rules that all formats keep:
 
-- A row's code depends on that row alone, never on its neighbors in the batch.
-- Encoding goes up to float32, clamps, then casts. Scale rules work on the bits of float32, so that a GPU
-  kernel can be bitwise equal.
+- The encoding of a row depends on that row alone, never on its neighbors in the batch.
+- Encoding converts to float32, clamps, then casts. Scales are computed on the bits of float32, so that a GPU
+  kernel can give bitwise equal ones.
 - `encode` never changes its input, and `decode(encode(x))` has the width of `x`, whatever the padding.
 - Scales are encoded *linear*, `[rows, P / block]`. Only linear scales can travel row by row; a kernel that
   wants the 128×4 swizzled layout gets it after the exchange (`EncodedRows.swizzled`).
@@ -37,7 +37,7 @@ ScaleLayout = Literal["linear", "swizzled"]
 # The dtypes that a caller's rows may have.
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# The dtypes that further payloads of a caller may have: all that torch copies, row by row, on every device.
+# The dtypes that further payloads of a caller may have: those of which torch can copy rows on every device.
 PAYLOAD_DTYPES = (
     *ROW_DTYPES,
     torch.float64,
@@ -55,7 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in another dtype: what is beyond its finite range, Inf included, becomes its largest number; NaN stays.
+    """Cast numbers to `dtype`. Those beyond its finite range, Inf included, become ± its largest number; NaN stays.
 
     >>> saturated(torch.tensor([1e5, -3.0]), torch.float16)
     tensor([ 6.5504e+04, -3.0000e+00], dtype=torch.float16)
@@ -79,7 +79,7 @@ def is_tensor(
     dtypes: Sequence[object] | None = None,
     device: torch.device | None = None,
 ) -> TypeGuard[Tensor]:
-    """Whether something is a tensor of this shape (None: any size), of one of these dtypes, on this device.
+    """Whether `value` is a tensor of this shape (None: any size), of one of these dtypes, on this device.
 
     >>> is_tensor(torch.zeros(3, 2), shape=(None, 2), dtypes=(torch.float32,)), is_tensor(None, shape=())
     (True, False)
@@ -99,7 +99,7 @@ def same_device(found: torch.device, expected: torch.device) -> bool:
 
 
 def is_matrix(value: object) -> TypeGuard[Tensor]:
-    """Whether something is a tensor of two dimensions whose elements lie in memory: not sparse, not nested."""
+    """Whether `value` is a strided tensor of two dimensions, neither sparse nor nested."""
     return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() == 2
 
 
@@ -127,7 +127,7 @@ class Payload:
         return self.width * self.dtype.itemsize
 
     def check(self, tensor: Tensor, num_rows: int) -> None:
-        """Compare a tensor that arrives with what was declared."""
+        """Raise unless a tensor has the declared dtype and the shape `[num_rows, width]`."""
         fits = is_matrix(tensor) and tensor.dtype == self.dtype
         if not fits or tuple(tensor.shape) != (num_rows, self.width):
             found = kind_of(tensor) if isinstance(tensor, Tensor) else shown(tensor)
@@ -140,25 +140,25 @@ class Payload:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedRows:
-    """Rows in a format: its payloads by name, and the true width that decoding brings back."""
+    """Rows in a format: its payloads by name, and the width of the rows before they were padded."""
 
     format: Format  # the format of the rows
-    hidden_size: int  # H, the width that decoding brings back
+    hidden_size: int  # H, the width before padding, which decoding restores
     payloads: Mapping[str, Tensor]  # the tensors by name, `[rows, width]`
     scale_layout: ScaleLayout = "linear"  # `linear`, or `swizzled` in tiles of 128×4
 
     @property
     def num_rows(self) -> int:
-        """Rows held, read off the first payload (whose first dimension is rows in every layout)."""
+        """The number of rows: the first dimension of the first payload, which is never swizzled."""
         return next(iter(self.payloads.values())).shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the payloads are."""
+        """The device of the payloads."""
         return next(iter(self.payloads.values())).device
 
     def check(self) -> None:
-        """Raise unless every payload is what the format declares for this width, in linear layout."""
+        """Raise unless every payload has the dtype and shape that the format declares, and scales are linear."""
         declared = self.format.payloads(self.hidden_size)
         if list(self.payloads) != [p.name for p in declared]:
             raise InputError(
@@ -177,7 +177,7 @@ class EncodedRows:
             payload.check(self.payloads[payload.name], num_rows)
 
     def slice(self, first: int, last: int) -> EncodedRows:
-        """Some consecutive rows, as views. Only linear scales stand row by row."""
+        """Rows `first` to `last`, as views. Their scales must be linear: swizzled ones cannot be cut by rows."""
         payloads = {name: payload[first:last] for name, payload in self.payloads.items()}
         return replace(self, payloads=payloads)
 
@@ -187,32 +187,31 @@ class EncodedRows:
         return replace(self, payloads=payloads)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The rows as numbers, `[rows, hidden_size]`: the pad is gone."""
+        """The rows as numbers, `[rows, hidden_size]`, without the pad."""
         return self.format.decode(self, dtype)
 
     def swizzled(self) -> EncodedRows:
-        """The same rows with 128×4 swizzled scales. Rows swizzled already are refused."""
+        """The same rows with 128×4 swizzled scales. Raises if they are swizzled already."""
         swizzled = self.format.swizzle(self)
         if swizzled.scale_layout == "swizzled":
             record(Duty.SWIZZLE, self.num_rows)
         return swizzled
 
     def linear(self) -> EncodedRows:
-        """The same rows with linear scales; rows that are linear already come back as they are."""
+        """The same rows with linear scales; `self` if they are linear already."""
         return self.format.unswizzle(self)
 
 
 class Format(ABC):
-    """A way to encode rows. Subclasses are frozen dataclasses: equal parameters mean equal codes.
+    """A way to encode rows. Subclasses are frozen dataclasses: formats with equal parameters encode alike.
 
-    `str(format)` is how it is written in a spec (`mxfp8(alignment=256)`), and `tokenyard.formats.get` reads
-    the same spelling back.
+    `str(format)` is its spelling in specs (`mxfp8(alignment=256)`), which `tokenyard.formats.get` reads.
     """
 
     name: ClassVar[str]  # the name in `FORMATS`
     # Columns that share one scale; 1 where there are no scales.
     block: ClassVar[int] = 1
-    # True where the code loses bits of a bf16 row: someone must have the QUANTIZE duty.
+    # Whether encoding a bf16 row loses bits; the duty QUANTIZE must then be assigned to a party.
     quantized: ClassVar[bool] = True
     # The layouts that its scales can have; none where there are no scales.
     scale_layouts: ClassVar[tuple[ScaleLayout, ...]] = ()
@@ -223,11 +222,11 @@ class Format(ABC):
 
     @property
     def row_alignment(self) -> int:
-        """Encoded rows are as wide as the next multiple of this."""
+        """Rows are padded to a multiple of this many columns."""
         return self.block
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Encoding is a duty: where a ledger is open it is written down, also for formats of somebody's own."""
+        """Wrap `encode` of quantized formats, a user's own included, so that it records its duties in the ledger."""
         super().__init_subclass__(**options)
         if cls.quantized:
             cls.encode = _counted(cls.encode)  # type: ignore[method-assign]
@@ -238,7 +237,7 @@ class Format(ABC):
 
     @abstractmethod
     def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
-        """What an encoded row of this width consists of, in the order in which it travels."""
+        """The payloads of an encoded row of this width, in the order in which they travel."""
 
     def bytes_per_row(self, hidden_size: int) -> int:
         """Bytes of one encoded row: the sum over its payloads."""
@@ -257,19 +256,19 @@ class Format(ABC):
 
     @abstractmethod
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decode rows to their true width. `rows` may have linear or swizzled scales.
+        """Decode rows to their width without the pad. `rows` may have linear or swizzled scales.
 
-        A format without scales returns the payload itself where `dtype` is its own: do not write into it.
+        A format without scales returns the payload itself if `dtype` is its own: do not write into the result.
         """
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
-        """Rows with their scales in the 128×4 layout. Formats without such scales return the rows as they are."""
+        """The rows with scales in the 128×4 layout; formats whose scales cannot be swizzled return the same rows."""
         from tokenyard.formats.swizzle import swizzle_rows
 
         return swizzle_rows(rows) if "swizzled" in self.scale_layouts else rows
 
     def unswizzle(self, rows: EncodedRows) -> EncodedRows:
-        """Rows with their scales in linear layout again; rows that are linear come back as they are."""
+        """The rows with scales in linear layout; the same object if they are linear already."""
         if rows.scale_layout == "linear":
             return rows
         from tokenyard.formats.swizzle import unswizzle_rows
@@ -277,11 +276,11 @@ class Format(ABC):
         return unswizzle_rows(rows)
 
     def carries(self, dtype: torch.dtype) -> Reason | None:
-        """Whether rows of this dtype may travel out in this format."""
+        """None, or why rows of this dtype cannot travel out in this format."""
         return self._takes(dtype, self.wire_dtypes, "wire")
 
     def returns(self, dtype: torch.dtype) -> Reason | None:
-        """Whether results of this dtype may travel back in this format."""
+        """None, or why results of this dtype cannot travel back in this format."""
         return self._takes(dtype, self.combine_dtypes, "combine_wire")
 
     def _takes(self, dtype: torch.dtype, allowed: tuple[torch.dtype, ...], field: str) -> Reason | None:
@@ -302,13 +301,13 @@ class Format(ABC):
 
 
 def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
-    """The same function, which writes down that rows were quantized, and padded."""
+    """Wrap an `encode` so that it records the duties QUANTIZE and, where it adds a pad, PAD."""
 
     @functools.wraps(encode)
     def counted(self: Format, x_TH: Tensor, **options: Any) -> EncodedRows:
         if not self.quantized:
             return encode(self, x_TH, **options)
-        with aside():  # a format may encode by way of another, or inherit this: that is one duty, done once
+        with aside():  # an `encode` that calls another one does the duty once, and it is recorded below
             rows = encode(self, x_TH, **options)
         record(Duty.QUANTIZE, rows.num_rows)
         if self.padded_size(rows.hidden_size) > rows.hidden_size:
@@ -319,7 +318,7 @@ def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
 
 
 def pick(payload: Tensor, index_N: Tensor | list[int]) -> Tensor:
-    """Some rows, or matrices, of a payload. As bytes: torch does not index every dtype that a payload may have."""
+    """Some rows, or matrices, of a payload. One-byte dtypes are indexed as uint8: torch cannot index all of them."""
     if payload.dtype.itemsize > 1:
         return payload[index_N]
     return payload.view(torch.uint8)[index_N].view(payload.dtype)

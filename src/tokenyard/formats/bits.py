@@ -1,8 +1,8 @@
-"""The small number types, bit by bit: E8M0 scales, e2m1 elements, e4m3 elements.
+"""Conversions from and to the small number types, on their bits: E8M0 scales, e2m1, int4 and e4m3 elements.
 
-The references of these formats disagree in their corners, mostly because they go through `log2` or through a
-cast whose overflow changed between versions of torch. Here everything is read off the bits of float32, so
-that one rule holds on every device, and a GPU kernel can be bitwise equal.
+The reference implementations of these formats disagree in corner cases, mostly because they use `log2`, or a
+cast whose overflow changed between versions of torch. Here everything is computed on the bits of float32, so
+that one rule holds on every device, and a GPU kernel can give bitwise equal results.
 
     E8M0   one byte b, the scale 2^(b-127); no zero, no sign; 255 is NaN
     e2m1   0, .5, 1, 1.5, 2, 3, 4, 6 as codes 0 to 7, the sign in bit 3; two codes a byte, low nibble first
@@ -39,7 +39,7 @@ _TWO_TO_MINUS_127_BITS = 0x00400000
 
 
 def some(mask: Tensor) -> bool:
-    """Whether a mask may hold anything. Off the CPU the answer is yes: asking would wait for the device.
+    """Whether any element of a mask may be true. Always True on a GPU, where reading the mask would synchronize.
 
     >>> some(torch.tensor([False, True])), some(torch.tensor([False]))
     (True, False)
@@ -48,7 +48,7 @@ def some(mask: Tensor) -> bool:
 
 
 def _all_between(bits: Tensor, low: int, high: int) -> bool:
-    """Whether all are between, exclusive; a cheap way around rare masks. Off the CPU nobody asks: False."""
+    """Whether all bits are above `low` and below `high`, so that corner cases need no masks. Always False on a GPU."""
     if bits.device.type != "cpu" or not bits.numel():
         return False
     smallest, largest = bits.aminmax()
@@ -56,11 +56,11 @@ def _all_between(bits: Tensor, low: int, high: int) -> bool:
 
 
 def constant(number: float, device: torch.device) -> Tensor:
-    """A number as a float32 tensor: what to divide by, and what to divide.
+    """A number as a float32 tensor without dimensions, for divisions that must round only once.
 
     torch computes `tensor / number` as a product with 1/number on CUDA, and `number / tensor` as one with
-    the reciprocal everywhere. That rounds twice, and a few percent of the results are off by a bit. It is
-    filled on the device, because a copy from the host would break the capture of a CUDA graph.
+    the reciprocal everywhere. That rounds twice, and a few percent of the results are off by a bit. The tensor
+    is filled on the device, because a copy from the host would break the capture of a CUDA graph.
 
     >>> seven = torch.tensor(7.0)
     >>> (2688.0 / seven).item(), (constant(2688.0, seven.device) / seven).item()
@@ -96,7 +96,7 @@ def e8m0_from_rounded_amax(amax: Tensor) -> Tensor:
     [127, 128, 125, 0, 254, 255]
     """
     bits = amax.view(torch.int32)
-    # Half of that bit is added; the exponent of 6 is 2.
+    # Adding half of the kept mantissa bit rounds to it. Then 2, the exponent of 6, is subtracted.
     byte = ((bits + (1 << (_MANTISSA_BITS - 2))) >> _MANTISSA_BITS).sub_(2).clamp_(min=0)
     byte.masked_fill_(bits == _INF_BITS, E8M0_LARGEST).masked_fill_(bits > _INF_BITS, E8M0_NAN)
     return byte.to(torch.uint8)
@@ -127,7 +127,7 @@ def e8m0_reciprocal(byte: Tensor) -> Tensor:
 
 
 def power_of_two_at_least(scale: Tensor) -> Tensor:
-    """2^ceil(log2(scale)) of positive *normal* float32 numbers, on their bits; NaN stays NaN.
+    """2^ceil(log2(scale)) of positive *normal* float32 numbers, computed on their bits; NaN stays NaN.
 
     >>> power_of_two_at_least(torch.tensor([1.0, 1.0000001, 3.0]))
     tensor([1., 2., 4.])
@@ -137,7 +137,7 @@ def power_of_two_at_least(scale: Tensor) -> Tensor:
 
 
 def e4m3_to_float32(codes: Tensor) -> Tensor:
-    """The numbers of e4m3 elements.
+    """e4m3 elements as float32 numbers.
 
     >>> e4m3_to_float32(torch.tensor([1.0, -0.5, 448.0]).to(torch.float8_e4m3fn))
     tensor([  1.0000,  -0.5000, 448.0000])
@@ -155,7 +155,7 @@ def _e4m3_table() -> Tensor:
 
 
 def e2m1_codes_(values: Tensor, spare: Tensor, spare2: Tensor) -> Tensor:
-    """Round float32 numbers to e2m1: nearest, ties to even, saturating at ±6; codes as int8, one each.
+    """Round float32 numbers to e2m1: nearest, ties to even, saturating at ±6. Returns int8, one code per element.
 
     All arguments are overwritten, and the codes lie in the memory of `values`; there must be no NaN. A
     negative number that rounds to zero gets code 8 (minus zero), an exact ±0 gets code 0: that is what
@@ -188,9 +188,9 @@ def e2m1_codes_(values: Tensor, spare: Tensor, spare2: Tensor) -> Tensor:
 
 
 def pack_nibbles_(codes: Tensor) -> Tensor:
-    """Two 4-bit codes (int8, 0 to 15) a byte, low nibble first along the last dimension.
+    """Pack pairs of 4-bit codes (int8, 0 to 15) along the last dimension into bytes, low nibble first.
 
-    `codes` is overwritten. The result is int16, of which the low byte counts: copying it to uint8 cuts it off.
+    `codes` is overwritten. The result is int16, whose low byte holds the two codes: copy it to uint8.
 
     >>> packed = pack_nibbles_(torch.tensor([[1, 2, 15, 8]], dtype=torch.int8)).to(torch.uint8)
     >>> [hex(byte) for byte in packed[0].tolist()]
@@ -203,7 +203,7 @@ def pack_nibbles_(codes: Tensor) -> Tensor:
 
 
 def e2m1_to_float32(packed: Tensor) -> Tensor:
-    """The numbers of packed e2m1 codes: twice as many along the last dimension.
+    """Packed e2m1 codes as float32 numbers, two for each byte along the last dimension.
 
     >>> e2m1_to_float32(torch.tensor([[0x21, 0x8F]], dtype=torch.uint8))
     tensor([[ 0.5000,  1.0000, -6.0000, -0.0000]])
@@ -214,8 +214,8 @@ def e2m1_to_float32(packed: Tensor) -> Tensor:
 def _e2m1_by_bits(packed: Tensor) -> Tensor:
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)
-    # The three bits of a magnitude are the low end of float32's exponent and the high end of its mantissa;
-    # what is left is the bias. Code 1 is a subnormal float32 there: exact, but slow on a CPU.
+    # Shifted by 22, the three bits of a magnitude are the low end of float32's exponent and the high end of its
+    # mantissa; the factor 2^126 corrects the bias. Code 1 becomes a subnormal float32: exact, but slow on a CPU.
     magnitudes = ((codes & 7) << 22).view(torch.float32) * 2.0**126
     return torch.where(codes > 7, -magnitudes, magnitudes).view(shape)
 
@@ -227,7 +227,7 @@ def _e2m1_pairs() -> Tensor:
 
 
 def int4_to_float32(packed: Tensor) -> Tensor:
-    """The numbers of packed signed 4-bit integers: twice as many along the last dimension.
+    """Packed signed 4-bit integers as float32 numbers, two for each byte along the last dimension.
 
     >>> int4_to_float32(torch.tensor([[0x21, 0x8F]], dtype=torch.uint8))
     tensor([[ 1.,  2., -1., -8.]])
@@ -246,12 +246,12 @@ def _int4_pairs() -> Tensor:
 
 
 def _pair_table(values: list[float]) -> Tensor:
-    """The two float32 numbers of each byte, as one int64: torch copies such an entry as a whole."""
+    """The two float32 numbers of each byte, viewed as one int64, which torch copies as a whole."""
     pairs = torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)])
     return pairs.view(torch.int64).view(-1)
 
 
 def _look_up_pairs(table: Tensor, packed: Tensor) -> Tensor:
-    # On one core 0.5 ns per element; 1.8 where an entry is two float32 numbers.
+    # Takes 0.5 ns per element on one core, and 1.8 ns if an entry is two float32 numbers.
     pairs = torch.index_select(table, 0, packed.reshape(-1).to(torch.int32))
     return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -1,13 +1,13 @@
-"""Block formats: elements, and a scale for each block of columns.
+"""Block formats: elements of few bits, and a scale for each block of columns.
 
-`BlockCode` declares what each of them is made of.
+`BlockCode` declares the block size and the dtypes of elements and scales.
 
 Encoding takes several passes over the rows: amax, scale, round, cast. Over a whole batch each pass would go to main
 memory; over a few rows at a time the float32 copies stay in the second-level cache, and one core encodes several times
 faster. On a GPU every pass is a launch, so there the batch is one chunk.
 
-An encoder walks twice: for the amax of all blocks, and, when it has made scales of them, for the elements. The
-scales are small, and computing them chunk by chunk would cost more in calls than reading the rows again.
+An encoder reads the rows twice: first for the amax of all blocks, from which it computes the scales, then for the
+elements. Computing the scales chunk by chunk would cost more in calls of torch than reading the rows again.
 
 Rows are independent in every format, so chunking cannot change a bit of the result.
 """
@@ -31,7 +31,7 @@ CHUNK_ELEMENTS = 1 << 17
 
 
 def rows_per_chunk(num_rows: int, width: int, device: torch.device) -> int:
-    """How many rows to take at a time.
+    """How many rows are encoded or decoded at a time.
 
     >>> rows_per_chunk(512, 7168, torch.device("cpu")), rows_per_chunk(512, 7168, torch.device("cuda"))
     (18, 512)
@@ -40,7 +40,7 @@ def rows_per_chunk(num_rows: int, width: int, device: torch.device) -> int:
 
 
 class Chunk(NamedTuple):
-    """A few rows as float32 with zeros in the pad, and two spare buffers. All may be overwritten."""
+    """A few rows as float32 with zeros in the pad, and two spare buffers. The caller may overwrite all three."""
 
     rows: slice
     values_RP: Tensor
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
 
 def float32_chunks(x_TH: Tensor, padded_size: int) -> Iterator[Chunk]:
-    """The rows of `x_TH`, which is only read, a chunk at a time. The buffers are the same for each chunk.
+    """Yield the rows of `x_TH`, which is not changed, in chunks. All chunks use the same buffers.
 
     >>> x_TH = torch.ones(3, 5)
     >>> [(chunk.rows, chunk.values_RP.shape, chunk.values_RP.sum()) for chunk in float32_chunks(x_TH, 32)]
@@ -88,7 +88,7 @@ def block_amax(x_TH: Tensor, padded_size: int, block: int) -> Tensor:
     tensor([[3.0000, 0.5000]])
     """
     amax = torch.empty(x_TH.shape[0], padded_size // block, dtype=torch.float32, device=x_TH.device)
-    # Without their sign, floats compare as the integers of their bits, and NaN is the largest. torch reduces
+    # Without their sign, floats are ordered like the integers of their bits, NaN the largest. torch reduces
     # blocks of 32 floats with vectors (0.23 ns per element) but blocks of 16 without (1.29; as integers 0.44).
     kind = torch.float32 if block >= 32 else torch.int32
     for rows, values_RP, spare_RP, _ in float32_chunks(x_TH, padded_size):
@@ -98,7 +98,7 @@ def block_amax(x_TH: Tensor, padded_size: int, block: int) -> Tensor:
 
 
 def mark_nan_blocks(data_RP: Tensor, is_nan: Tensor, block: int) -> None:
-    """Write NaN, in one spelling on all devices, into the e4m3 elements of blocks that hold one.
+    """Write NaN, with the same bits on all devices, into all e4m3 elements of the blocks that `is_nan` marks.
 
     >>> data = torch.ones(1, 4).to(torch.float8_e4m3fn)
     >>> mark_nan_blocks(data, torch.tensor([[False, True]]), block=2)
@@ -112,7 +112,7 @@ def mark_nan_blocks(data_RP: Tensor, is_nan: Tensor, block: int) -> None:
 def decode_blocks(
     to_float32: Callable[[Tensor], Tensor], data: Tensor, scales: Tensor, hidden_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Elements (what `to_float32` makes of `data`) times the float32 scale of their block, cut to H columns.
+    """Elements (`to_float32(data)`) times the float32 scale of their block, cut to H columns.
 
     >>> data = torch.ones(1, 4).to(torch.float8_e4m3fn)
     >>> decode_blocks(bits.e4m3_to_float32, data, torch.tensor([[2.0, 4.0]]), 3, torch.float32)
@@ -130,7 +130,7 @@ def decode_blocks(
 
 
 def write_e2m1(x_TH: Tensor, step: Tensor, data: Tensor) -> None:
-    """Write x / step as packed e2m1 codes into `data`; `step` is that of each block. Where it is NaN, codes are 0.
+    """Write x / step as packed e2m1 codes into `data`, with one step per block. Blocks whose step is NaN get code 0.
 
     >>> data = torch.empty(1, 2, dtype=torch.uint8)
     >>> write_e2m1(torch.tensor([[1.0, 2.0, -6.0, 0.0]]), torch.tensor([[2.0, 1.0]]), data)
@@ -147,14 +147,14 @@ def write_e2m1(x_TH: Tensor, step: Tensor, data: Tensor) -> None:
 
 
 class BlockCode(NamedTuple):
-    """What a block format is made of, whether rows or weights are held in it."""
+    """The parameters of a block format, for rows and for weights."""
 
     block: int  # columns that share one scale
     data: torch.dtype  # the dtype that holds the elements
-    columns: int  # columns in one number of that dtype: 2 where two codes stand in a byte
+    columns: int  # columns that one number of that dtype holds: 2 for two 4-bit codes in a byte
     scales: torch.dtype  # the dtype that holds the scales
-    element_values: Callable[[Tensor], Tensor]  # the elements as float32
-    scale_values: Callable[[Tensor], Tensor]  # the scales as float32
+    element_values: Callable[[Tensor], Tensor]  # converts elements to float32
+    scale_values: Callable[[Tensor], Tensor]  # converts scales to float32
 
     def widths(self, padded_size: int) -> dict[str, tuple[torch.dtype, int]]:
         """The dtype and the width of each payload of a row."""
@@ -173,7 +173,7 @@ MXINT4 = BlockCode(32, torch.uint8, 2, torch.bfloat16, bits.int4_to_float32, Ten
 
 @cache
 def _payloads(code: BlockCode, padded_size: int) -> tuple[Payload, ...]:
-    """The payloads of a row: made once, since every call of a layer asks for them several times."""
+    """The payloads of a row, cached because every call of a layer uses them several times."""
     widths = code.widths(padded_size)
     return tuple(Payload(name=name, dtype=dtype, width=width) for name, (dtype, width) in widths.items())
 
@@ -181,7 +181,7 @@ def _payloads(code: BlockCode, padded_size: int) -> tuple[Payload, ...]:
 class BlockFormat(Format):
     """Rows whose elements have a scale for each block of columns."""
 
-    _code: ClassVar[BlockCode]  # what elements and scales are
+    _code: ClassVar[BlockCode]  # the block size, and the dtypes of elements and scales
 
     def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
         return _payloads(self._code, self.padded_size(hidden_size))

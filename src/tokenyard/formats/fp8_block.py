@@ -3,7 +3,7 @@
     data    e4m3    [T, P]         x / scale, saturating
     scales  float32 [T, P / 128]   max(amax, 1e-10) / 448
 
-With `power_of_two_scales` the scale is rounded up to a power of two, on its bits. Decoding multiplies.
+With `power_of_two_scales` the scale is rounded up to a power of two. Decoding multiplies with the scale.
 
 Corners: a zero block has scale 1e-10/448 and zero elements. Inf counts as the largest float32, so its block
 has a finite scale and Inf elements saturate. NaN in a block: its scale is NaN, and so are all its elements.
@@ -20,7 +20,7 @@ from tokenyard.errors import ContractError, InputError
 from tokenyard.formats import bits, blocks
 from tokenyard.formats.base import EncodedRows, check_rows
 
-# Blocks whose amax is below this share its scale: division stays far from subnormal numbers.
+# A smaller amax counts as this one, so that divisions stay far from subnormal numbers.
 SMALLEST_AMAX = 1e-10
 
 
@@ -59,7 +59,7 @@ class Fp8Block128(blocks.BlockFormat):
         torch.div(amax, bits.constant(bits.E4M3_MAX, x_TH.device), out=scales)
         if self.power_of_two_scales:
             scales.copy_(bits.power_of_two_at_least(scales))
-        scales.masked_fill_(scales.isnan(), torch.nan)  # one spelling: a division's differs between devices
+        scales.masked_fill_(scales.isnan(), torch.nan)  # a division gives NaN other bits on other devices
         divide_into_e4m3(x_TH, scales, data_TP)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
@@ -72,7 +72,7 @@ class Fp8Block128(blocks.BlockFormat):
 
 
 def divide_into_e4m3(x_TH: Tensor, scales: Tensor, data: Tensor) -> None:
-    """Write x / scale, saturating, into `data`, as wide as `x_TH` or as its blocks; NaN where a scale is NaN."""
+    """Write x / scale, saturating, into `data`, which may include the pad; elements are NaN where their scale is."""
     block, width = Fp8Block128.block, data.shape[1]
     is_nan = scales.isnan()
     some_nan = bits.some(is_nan)

@@ -1,14 +1,14 @@
 """What a weight format is: how a matrix of weights is held, and how many bytes that takes.
 
-A weight matrix is `[.., N, D]`: N outputs, D inputs, and in front any number of matrices (an expert each). Its
-rows are encoded along D, as rows that travel are. A `WeightFormat` declares the tensors that hold it (its
-payloads), makes them of plain weights (`quantize`), and decodes them: whole, or a tile of some outputs of one
-matrix, which is all that a product needs at a time.
+Weight matrices are `[.., N, D]`: N outputs, D inputs, and leading dimensions for several matrices (one per expert).
+Their rows are encoded along D, as rows that travel are. A `WeightFormat` declares the tensors that hold a matrix (its
+payloads), makes them from plain weights (`quantize`), and decodes them: a whole matrix, or a tile of some of its
+outputs, which is all that a product needs at a time.
 
     w_LND ── quantize ──► QuantizedMatrix(payloads) ──[expert].tile(first, last)──► float32 [last - first, D]
 
-The widths of the payloads are those of D rounded up to the format's block; the pad holds zeros, and decoding
-brings back D. What a format's corners are (zero blocks, Inf, NaN) is said where it is defined.
+Payloads are as wide as D rounded up to whole blocks needs; the pad holds zeros, and decoding leaves it out. How a
+format treats zero blocks, Inf and NaN is documented where it is defined.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenyard.formats.base import ROW_DTYPES, dtype_name, kind_of, pick
 
 
 class HeldPayload(NamedTuple):
-    """One tensor of a weight matrix: its dtype, and its shape behind the dimensions of `[..]`."""
+    """One tensor of a weight matrix: its dtype, and its shape after the leading dimensions `[..]`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,20 +39,20 @@ class WeightFormat(ABC):
     name: ClassVar[str]  # the name in `WEIGHT_FORMATS`
     # Columns that share one scale; 1 where there are no scales.
     block: ClassVar[int] = 1
-    quantized: ClassVar[bool] = True  # whether weights lose bits of bf16
-    # Quantized rows that experts with such weights compute on, as they arrive. Plain rows they all take; rows in
-    # other formats are decoded first.
+    quantized: ClassVar[bool] = True  # whether holding bf16 weights in it loses bits
+    # The quantized row formats that experts with such weights compute on. All of them compute on plain rows, too; rows
+    # that arrive in other formats are decoded first.
     row_formats: ClassVar[tuple[str, ...]] = ()
-    # Formats in which experts with such weights may hold numbers between their two products.
+    # The inner formats: those in which experts with such weights may hold the activation between their two products.
     inner_formats: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
-        """What one matrix `[N, D]` is held in, by name."""
+        """The tensors that hold one matrix `[N, D]`, by name."""
 
     @abstractmethod
     def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
-        """Plain weights `[.., N, D]` in this format. They are not changed."""
+        """Encode plain weights `[.., N, D]`, which are not changed, in this format."""
 
     @abstractmethod
     def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
@@ -74,7 +74,7 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedMatrix:
-    """Weight matrices `[.., N, D]` in a format: its payloads by name, each with the dimensions `[..]` in front.
+    """Weight matrices `[.., N, D]` in a format: its payloads by name, each with the leading dimensions `[..]`.
 
     >>> from tokenyard import formats
     >>> matrix = formats.weight_format("mxfp4").quantize(torch.randn(8, 100, 48))
@@ -102,7 +102,7 @@ class QuantizedMatrix:
 
     @property
     def device(self) -> torch.device:
-        """Where the payloads are."""
+        """The device of the payloads."""
         return next(iter(self.payloads.values())).device
 
     @property
@@ -111,12 +111,12 @@ class QuantizedMatrix:
         return sum(payload.nbytes for payload in self.payloads.values())
 
     def __getitem__(self, expert: int) -> QuantizedMatrix:
-        """One of the matrices in front, as a view."""
+        """One of the matrices, by its index in the first dimension, as a view."""
         payloads = {name: payload[expert] for name, payload in self.payloads.items()}
         return replace(self, shape=self.shape[1:], payloads=payloads)
 
     def select(self, experts: Sequence[int]) -> QuantizedMatrix:
-        """A copy of some of the matrices in front."""
+        """A copy of some of the matrices, by their indices in the first dimension."""
         places = [int(expert) for expert in experts]
         payloads = {name: pick(payload, places) for name, payload in self.payloads.items()}
         return replace(self, shape=(len(places), *self.shape[1:]), payloads=payloads)
@@ -141,12 +141,12 @@ class QuantizedMatrix:
         return out
 
 
-# Elements that are decoded at a time: 512 KiB of float32, which stay in a core's second-level cache.
+# Elements that are decoded at a time: 512 KiB of float32, which fit into a core's second-level cache.
 DECODE_TILE = 128 * 1024
 
 
 def check_matrix(w_ND: Tensor) -> None:
-    """Raise unless `w_ND` is a matrix, or several, of plain weights."""
+    """Raise unless `w_ND` holds one or several matrices of plain weights."""
     fits = isinstance(w_ND, Tensor) and w_ND.dim() >= 2 and w_ND.dtype in ROW_DTYPES
     if not fits or 0 in w_ND.shape[-2:]:
         found = kind_of(w_ND) if isinstance(w_ND, Tensor) else repr(w_ND)

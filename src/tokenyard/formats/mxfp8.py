@@ -3,10 +3,10 @@
     data    e4m3  [T, P]        x / scale, saturating
     scales  uint8 [T, P / 32]   the smallest power of two with amax / scale ≤ 448
 
-P is H rounded up to `alignment`; the pad holds zeros and has scales too, as the kernels that ask for a wider
-alignment (256, say) want it. Decoding brings back H.
+P is H rounded up to a multiple of `alignment`. The pad holds zeros, and has scales too, as kernels that need a wider
+alignment (256, say) expect. Decoding gives rows of width H again.
 
-The scale is found on the bits of float32 `amax / 448` (see `bits.e8m0_from_amax`). Scaling by a power of two
+The scale is computed on the bits of float32 `amax / 448` (see `bits.e8m0_from_amax`). Scaling by a power of two
 is exact, so the only rounding is the cast to e4m3.
 
 Corners: a zero block has byte 0 and zero elements. A block so small that its scale would fall below 2^-127

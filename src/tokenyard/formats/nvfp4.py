@@ -2,16 +2,16 @@
 
     data          uint8   [T, P / 2]    codes of x / (sf / g), low nibble first
     scales        e4m3    [T, P / 16]   sf = e4m3(clamp(g · (amax / 6), ±448))
-    global_scale  float32 [T, 1]        g, where it is per row
+    global_scale  float32 [T, 1]        g, only where each row has its own
     value = e2m1 · (sf / g)
 
 A 4-bit element reaches 6 and an e4m3 scale 448, so `g = 2688 / amax` uses the whole range of both. But the
 amax of *what*? Not of the batch: the receiver needs g to decode, and a row's code must not depend on its
 neighbors. So g is static (`Nvfp4(global_scale=…)`, a checkpoint's input scale, the same on all ranks), or per
-row, and then it travels with the row: 4 bytes more. Results on their way back have one per row for the same reason:
+row, and then it travels with the row: 4 bytes more. Results on their way back have one per row, because
 no checkpoint says how large the sums of a rank's experts are.
 
-g multiplies here, as compressed-tensors stores it. ModelOpt stores the reciprocal, `amax / 2688`.
+g is a factor of the scales, as in compressed-tensors. ModelOpt stores the reciprocal, `amax / 2688`.
 
 The order of the operations is that of compressed-tensors fed float32: `amax / 6`, then times g; `sf / g`,
 then x divided by it. Other orders change a few percent of the scales. Negative numbers that round to zero
@@ -35,9 +35,9 @@ from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
 from tokenyard.formats.base import EncodedRows, Payload, check_rows, dtype_name
 
-# g of a row whose amax is 1: the largest scale times the largest element.
+# g of a row whose amax is 1: the largest e4m3 scale times the largest e2m1 element, 2688.
 GLOBAL_RANGE = bits.E4M3_MAX * bits.E2M1_MAX
-# No row needs a smaller g: that of the largest float32 is 7.9e-36. Far below it, `448 / g` would overflow.
+# No row needs a smaller g, since that of a row with the largest float32 is 7.9e-36. `448 / g` must not overflow.
 SMALLEST_GLOBAL_SCALE = 2.0**-117
 
 
@@ -94,7 +94,7 @@ class Nvfp4(blocks.BlockFormat):
             g_T1.copy_(row_global_scale(amax, x_TH) if given_T1 is None else given_T1)
         scales.copy_((amax / bits.constant(bits.E2M1_MAX, x_TH.device)).mul_(g_T1).clamp_(max=bits.E4M3_MAX))
         scale = bits.e4m3_to_float32(scales)
-        # Dividing by Inf gives the zeros that a block of scale 0 must have.
+        # Dividing by Inf gives the zeros that a block with scale 0 must have.
         blocks.write_e2m1(x_TH, (scale / g_T1).masked_fill_(scale == 0, torch.inf), data)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
@@ -116,7 +116,7 @@ class Nvfp4(blocks.BlockFormat):
                 fix="pass 2688 / amax of each row, or leave it out",
             )
         scale_T1 = given.detach().float().reshape(num_rows, 1)
-        # On a GPU the values are not looked at: that would wait for the device.
+        # On a GPU the values are not checked, because that would wait for the device.
         if given.device.type == "cpu":
             bad = ~((scale_T1 >= SMALLEST_GLOBAL_SCALE) & (scale_T1 <= bits.FLOAT32_MAX))
             if bool(bad.any()):
@@ -132,7 +132,7 @@ class Nvfp4(blocks.BlockFormat):
 def row_global_scale(amax: Tensor, x_TH: Tensor) -> Tensor:
     """2688 over the largest finite magnitude of each row, `[T, 1]`; 1 for a row of zeros.
 
-    `amax` is that of the row's blocks, `[T, blocks]`; the rows are looked at only where a block is not finite.
+    `amax` is that of each block, `[T, blocks]`; `x_TH` is read only if a block holds Inf or NaN.
 
     >>> x_TH = torch.tensor([[2.0, 1.0], [0.0, 0.0], [float("inf"), 4.0]])
     >>> row_global_scale(x_TH.amax(1, keepdim=True), x_TH).squeeze(1).tolist()

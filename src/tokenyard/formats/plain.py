@@ -1,10 +1,10 @@
 """Formats without scales: bf16, fp16, fp32.
 
-They exist so that "no format given" is a format too (the input's own dtype), and so that results can travel
-back narrower than they were computed. Rows of the format's own dtype are not touched: the payload *is* the
-caller's tensor, and decoding to that dtype gives it back: copy it before changing it. Other rows go up to
-float32 and are clamped to the finite range of the target before the cast: a float32 row of 1e5 arrives as
-65504 in fp16, not as Inf. Inf saturates with them, NaN stays NaN.
+A layer without a declared wire uses the one of its input's dtype, and results can travel back in a narrower dtype
+than they were computed in. Rows of the format's own dtype are not copied: the payload *is* the caller's tensor, and
+decoding to that dtype returns it, so copy it before changing it. Other rows are converted to float32 and clamped to
+the finite range of the target before the cast: 1e5 in a float32 row arrives as 65504 in fp16, not as Inf. Inf is
+clamped, too, and NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, sat
 
 @cache
 def _payloads(dtype: torch.dtype, width: int) -> tuple[Payload, ...]:
-    """The payloads of plain rows: made once, since every call of a layer asks for them several times."""
+    """The payloads of plain rows, cached because every call of a layer uses them several times."""
     return (Payload(name="data", dtype=dtype, width=width),)
 
 
 class PlainFormat(Format):
-    """One payload, `data`, of the rows' own width."""
+    """A format of one payload, `data`, without scales and without a pad."""
 
     quantized = False
     dtype: ClassVar[torch.dtype]  # the dtype of the elements
@@ -57,7 +57,7 @@ class Bf16(PlainFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16(PlainFormat):
-    """Rows as float16; what is over 65504 saturates.
+    """Rows as float16; magnitudes over 65504 saturate.
 
     >>> Fp16().encode(torch.tensor([[1e5, -3.0]])).decode()
     tensor([[ 6.5504e+04, -3.0000e+00]])
@@ -69,7 +69,7 @@ class Fp16(PlainFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(PlainFormat):
-    """Rows as float32, for layers whose rows are float32: nobody should pay four bytes for a bf16 row.
+    """Rows as float32. Refuses narrower rows: a bf16 row would travel in twice its bytes.
 
     >>> print(Fp32().carries(torch.bfloat16))
     wire=fp32: takes float32 rows, not bfloat16

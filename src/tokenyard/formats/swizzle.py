@@ -1,13 +1,13 @@
 """Scales in the 128×4 layout that block-scaled matrix kernels read.
 
-Linear scales lie as `[rows, columns]`. The swizzled layout cuts them into tiles of 128 rows × 4 columns, 512
-scales each, one tile after the other along a row of tiles; inside a tile, row r (of 128) stands at
-`16 · (r mod 32) + 4 · (r div 32)`, and its 4 columns follow each other:
+Linear scales are a matrix `[rows, columns]`. The swizzled layout cuts them into tiles of 128 rows × 4 columns, 512
+scales each, which are stored one after the other, row of tiles by row of tiles. Inside a tile, the 4 scales of row r
+(of 128) are stored together, from offset `16 · (r mod 32) + 4 · (r div 32)` on:
 
     [M/128, 4, 32, C/4, 4]  →  [M/128, C/4, 32, 4, 4]        M, C: rows and columns, padded with zeros
 
-A row's scales are spread over a tile, and the pad depends on the number of rows. So swizzled scales cannot
-travel row by row: swizzle after the exchange.
+The scales of a row are spread over several tiles, and the pad depends on the number of rows. Swizzled scales can
+therefore not travel row by row: swizzle after the exchange.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def unswizzle_scales(swizzled: Tensor, num_rows: int, num_columns: int) -> Tenso
 
 
 def swizzle_rows(rows: EncodedRows) -> EncodedRows:
-    """Encoded rows with their payload `scales` swizzled; rows that are swizzled already are refused."""
+    """Encoded rows with their payload `scales` swizzled. Raises if it is swizzled already."""
     if rows.scale_layout != "linear":
         raise ContractError(
             f"the scales of these {rows.format} rows are {rows.scale_layout} already",
@@ -77,14 +77,14 @@ def swizzle_rows(rows: EncodedRows) -> EncodedRows:
 
 
 def unswizzle_rows(rows: EncodedRows) -> EncodedRows:
-    """Encoded rows, whose scales are swizzled, with linear scales again."""
+    """Encoded rows with linear scales, from rows with swizzled ones."""
     declared = {payload.name: payload for payload in rows.format.payloads(rows.hidden_size)}
     scales = unswizzle_scales(rows.payloads["scales"], rows.num_rows, declared["scales"].width)
     return dataclasses.replace(rows, payloads={**rows.payloads, "scales": scales}, scale_layout="linear")
 
 
 def _as_plain(scales: Tensor) -> Tensor:
-    # torch cannot fill or copy every one-byte float type on every device; bytes it can.
+    # torch cannot fill or copy every one-byte float dtype on every device, but it can copy uint8.
     return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 

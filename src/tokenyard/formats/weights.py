@@ -8,20 +8,20 @@
     mxfp4         e2m1  [N, P / 2] uint8   E8M0    [N, P / 32]
     mxint4        int4  [N, P / 2] uint8   bf16    [N, P / 32]
 
-P is D rounded up to whole blocks. Two codes stand in a byte, low nibble first along D. Where a format also
-travels, its weights are encoded by the rule of its rows, except that
+P is D rounded up to whole blocks. A byte holds two 4-bit codes, low nibble first along D. Where a format is also one
+of rows, weights are encoded by the same rule as rows, except that
 
 - fp8_block128 has a scale per block of 128 outputs × 128 inputs (and no pad: what DeepSeek's checkpoints hold);
-- nvfp4 has one global scale per matrix, `2688 / amax`: weights are known as a whole, rows are not. It is held for
-  each half of the outputs, because checkpoints quantize gate and up, the halves of w13, by themselves; and beside it
-  stands a factor, 1 here, because some checkpoints store the reciprocal, `amax / 2688`, which is to be multiplied
-  with: dividing by its rounded inverse would give other numbers.
+- nvfp4 has one global scale per matrix, `2688 / amax`, since all weights are known when they are quantized. It is
+  held once for each half of the outputs, because some checkpoints quantize gate and up, the halves of w13, separately.
+  Beside it a factor is held, which is 1 for weights quantized here. Some checkpoints store the reciprocal,
+  `amax / 2688`, as this factor: dividing by its rounded inverse instead would give other numbers.
 
-mxfp4 and mxint4 hold weights and nothing else.
+mxfp4 and mxint4 are formats of weights only; rows do not travel in them.
 
 mxfp4: value = e2m1 · 2^(b-127). The byte is the exponent of amax, rounded to one bit of mantissa, less 2
 (`scale_rule="even"`, as torchao and compressed-tensors have it), or that of the smallest power of two with
-amax / scale ≤ 6 (`"ceil"`, as ModelOpt has it); it makes no difference to decoding. Corners: a zero block has
+amax / scale ≤ 6 (`"ceil"`, as ModelOpt has it); decoding is the same for both. Corners: a zero block has
 byte 0 and code 0 everywhere. Inf in a block: byte 254, Inf elements saturate to ±6. NaN: byte 255, the codes
 are 0, and the block decodes to NaN.
 
@@ -52,7 +52,7 @@ _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
 class PlainWeights(WeightFormat):
-    """Weights in a plain dtype. They are plain tensors: nothing is quantized, and nothing decoded."""
+    """Weights in a plain dtype. Experts hold them as plain tensors, without quantizing or decoding."""
 
     quantized = False
     row_formats = (Fp8Block128.name, Mxfp8.name, Nvfp4.name)
@@ -81,7 +81,7 @@ class Bf16Weights(PlainWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16Weights(PlainWeights):
-    """Weights as float16; what is over 65504 saturates."""
+    """Weights as float16; magnitudes over 65504 saturate."""
 
     name = "fp16"
     dtype = torch.float16
@@ -146,9 +146,9 @@ class Fp8Block128Weights(WeightFormat):
 
 
 class BlockWeights(WeightFormat):
-    """Elements with a scale per block of inputs."""
+    """A weight format of elements with a scale for each block of inputs of an output."""
 
-    _code: ClassVar[blocks.BlockCode]  # what elements and scales are
+    _code: ClassVar[blocks.BlockCode]  # the block size, and the dtypes of elements and scales
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         widths = self._code.widths(self.padded_size(inputs))
@@ -167,7 +167,7 @@ class BlockWeights(WeightFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp8Weights(BlockWeights):
-    """e4m3 with an E8M0 scale per 32 inputs: rows of mxfp8.
+    """e4m3 with an E8M0 scale per 32 inputs: each output is encoded as a row of mxfp8.
 
     >>> Mxfp8Weights().quantize(torch.tensor([[44.8, -1.0, 0.3]])).decode()
     tensor([[44.0000, -1.0000,  0.3125]])
@@ -186,7 +186,7 @@ class Mxfp8Weights(BlockWeights):
 class Nvfp4Weights(BlockWeights):
     """e2m1 with an e4m3 scale per 16 inputs, and a float32 global scale per matrix: 2688 / amax.
 
-    value = e2m1 · (scale / global_scale · global_factor), the last two those of the half that the output is in.
+    value = e2m1 · (scale / global_scale · global_factor), with global scale and factor of the half of the outputs.
 
     >>> matrix = Nvfp4Weights().quantize(torch.tensor([[6.0, -3.0, 0.3]]))
     >>> matrix.payloads["global_scale"], matrix.decode()
@@ -239,7 +239,7 @@ class Mxfp4Weights(BlockWeights):
     block = _code.block
     row_formats = (Mxfp8.name,)
     inner_formats = (Fp8Block128.name,)
-    # how the byte of a scale is found: "even" as torchao does, "ceil" as ModelOpt and FlashInfer do
+    # how the byte of a scale is computed: "even" as torchao does, "ceil" as ModelOpt and FlashInfer do
     scale_rule: Literal["even", "ceil"] = "even"
 
     def __post_init__(self) -> None:
@@ -333,7 +333,7 @@ def _as_rows(w_ND: Tensor) -> Tensor:
 
 
 def _held(format: WeightFormat, w_ND: Tensor, **payloads: Tensor) -> QuantizedMatrix:
-    """Payloads of all rows, `[rows, width]`, as those of the matrices that the rows are of."""
+    """Reshape payloads `[rows, width]` of the rows of all matrices to payloads of the matrices `[.., N, D]`."""
     *many, outputs, inputs = w_ND.shape
     declared = format.payloads(outputs, inputs)
     shaped = {name: payloads[name].reshape(*many, *p.shape) for name, p in declared.items()}

@@ -1,24 +1,24 @@
-"""Experts for NVIDIA GPUs: a few kernels from the rows as they arrived to the results as `combine` reads them.
+"""Experts for NVIDIA GPUs: a few kernels that compute, from the rows that arrived, the results that `combine` reads.
 
     sort pairs, cut tiles ── W13 · x, activation ── W2 · inner, weight ── sum ── the exchange's combine region
 
 Rows are read by index out of the receive buffer, in the format in which they travelled; weights stay quantized and
-are decoded in registers; results go straight into the combine region where the exchange offers one. Nothing is read
-by the host, so a CUDA graph can hold all of it, and nothing is compiled for a number of rows.
+are decoded in registers; results are written to the combine region if the exchange offers one. The host reads no value
+from the device, so a CUDA graph can capture all of it, and no kernel is compiled for a certain number of rows.
 
-Memory beside the weights: for each of the R · K pairs that there may be, I numbers of 16 bits between the products, and
-H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it. Where the
-weights are in blocks of e4m3, the 16 bits are two e4m3 numbers, and 128 of these pairs have a scale
-(`kernels.fp8_split`); where the layer's `inner` says so, 8 bits, one code.
+Memory beside the weights: for each of up to R · K pairs, I numbers of 16 bits between the products, and H numbers for
+the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` does. If the weights are in
+blocks of e4m3, the 16 bits hold two e4m3 numbers, and 128 columns share a scale (`kernels.fp8_split`); with an inner
+format they are 8 bits, one e4m3 code.
 
-**How weights are held.** As their format has them, but for two: 4-bit weights are packed on Hopper (`packing`), and
-mxfp8 weights become blocks of e4m3, where the tensor cores multiply these (`recoding`). Rows of mxfp8 that meet such
-blocks are recoded by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
+**How weights are held.** In the payloads of their format, with two exceptions: 4-bit weights are packed on Hopper
+(`packing`), and mxfp8 weights become blocks of e4m3 on GPUs whose tensor cores multiply e4m3 (`recoding`). Rows of
+mxfp8 are then recoded by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
 
-**Long batches of mxfp4.** Where the layer has codes between the products, and rows arrive in mxfp8, a product of e4m3
-takes half the time of one of bf16. From about 36 rows an expert on, packed weights become codes as they are multiplied
-(`kernels.packed_codes`); from about 150 on they become blocks of e4m3 first, in memory that is free again when the call
-returns (`scratch_bytes`, `kernels.expanding`).
+**Long batches of mxfp4.** If the layer has an inner format, and rows arrive in mxfp8, products of e4m3 can be used,
+which take half the time of those of bf16. From `tile_table.CODES_FROM` rows per expert on, packed weights are decoded
+to e4m3 codes as they are multiplied (`kernels.packed_codes`). For still more rows they are expanded to blocks of e4m3
+before, in memory that is free again when the call returns (`scratch_bytes`, `kernels.expanding`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 if TYPE_CHECKING:
     from tokenyard.experts.fused.operands import Destination
 
-# The buffers of a matrix, by how it is held.
+# The names of the buffers that hold a matrix: as given, packed, or recoded.
 _GIVEN = ("data", "scales")
 _PACKED = ("words", "word_scales")
 _RECODED = ("blocks", "block_scales")
@@ -72,15 +72,15 @@ class FusedExperts(Experts):
     """Experts computed by Triton kernels on a GPU."""
 
     name = "fused"
-    # Those that kernels decode; a new one is declared here when it has a kernel.
+    # The weight formats that the kernels can decode.
     weight_formats = ("bf16", "fp16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
-    batch_invariant = ("cuda",)  # with the tiles of long batches in all of them
+    batch_invariant = ("cuda",)  # by using the tiles of long batches for all batches
     skips_empty_slots = True
     tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
-    expands: bool = True  # whether packed mxfp4 weights become such blocks, for a call, where rows are many
+    expands: bool = True  # whether packed mxfp4 weights are expanded to such blocks for calls with many rows
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
@@ -93,26 +93,26 @@ class FusedExperts(Experts):
 
     @property
     def is_recoded(self) -> bool:
-        """Whether mxfp8 weights are held as blocks of e4m3, within what `recoding` guarantees."""
+        """Whether mxfp8 weights are held as blocks of e4m3 (`recoding`)."""
         return "w2_blocks" in self._buffers
 
     @property
     def is_expandable(self) -> bool:
-        """Whether packed weights can become blocks of e4m3, within what `recoding` guarantees."""
+        """Whether packed weights can be expanded to blocks of e4m3 within the error bound of `recoding`."""
         return "w2_bases" in self._buffers
 
     @property
     def has_codes(self) -> bool:
-        """Whether packed weights can become e4m3 codes as they are multiplied, exactly."""
+        """Whether packed weights can be decoded to e4m3 codes without rounding."""
         return "w2_largest" in self._buffers
 
     @property
     def held_format(self) -> str:
-        """The format in which the kernels find the weights, packed or not."""
+        """The format of the weights that the kernels read: that of the spec, or `fp8_block128` if they are recoded."""
         return "fp8_block128" if self.is_recoded else self.spec.weights
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Weights that come to a GPU are held as its kernels want them, and as they were given where they leave it."""
+        """Move the weights with the model, and pack, recode or restore them as the kernels of the new device need."""
         super()._apply(fn, recurse)
         device = next(self.buffers()).device
         if (self.is_packed and device.type != "cuda") or (self.is_recoded and not takes_e4m3(device)):
@@ -121,7 +121,7 @@ class FusedExperts(Experts):
         return self
 
     def _hold_as_given(self) -> None:
-        """Hold weights as their format has them again."""
+        """Replace packed or recoded weights by the payloads of their format."""
         for name in ("w13", "w2"):
             matrix = self._part(name, self.spec.shapes()[name])
             assert isinstance(matrix, QuantizedMatrix)
@@ -132,7 +132,7 @@ class FusedExperts(Experts):
             self._replace(name, held, {payload: matrix.payloads[payload] for payload in _GIVEN})
 
     def _hold_for_kernels(self) -> None:
-        """Hold weights in the form that is fastest here, and in no other."""
+        """Pack or recode the weights, if that is faster on this device; the given payloads are dropped."""
         if self.is_packed or self.is_recoded:
             return
         is_packed = can_run_packed(self.spec, self.weights)
@@ -156,7 +156,7 @@ class FusedExperts(Experts):
             self._replace(name, _GIVEN, made)
 
     def _replace(self, name: str, old: Sequence[str], new: Mapping[str, Tensor]) -> None:
-        """Hold other buffers in the place of some of a matrix."""
+        """Replace the buffers `old` of a matrix by the buffers `new`."""
         for part in old:
             delattr(self, f"{name}_{part}")
         for part, tensor in new.items():
@@ -167,7 +167,7 @@ class FusedExperts(Experts):
         return packing.pack(matrix, gated=is_first, interleaved=is_first and self.spec.activation.interleaved)
 
     def _largest_scales(self, weights: ExpertWeights) -> dict[str, Tensor]:
-        """The largest scale of every line of both matrices; nothing, if codes of e4m3 cannot hold their numbers."""
+        """The largest scale of every line of both matrices; empty if e4m3 codes cannot hold all weights."""
         found: dict[str, Tensor] = {}
         for name in ("w13", "w2"):
             matrix, is_first = getattr(weights, name), name == "w13"
@@ -179,7 +179,7 @@ class FusedExperts(Experts):
         return found
 
     def _packed(self, name: str) -> PackedMatrix:
-        """A packed matrix as it is now (no copies)."""
+        """The packed matrices of all experts, as views of the buffers."""
         buffers, is_first = dict(self.named_buffers(recurse=False)), name == "w13"
         return PackedMatrix(
             self.spec.weights,
@@ -193,7 +193,7 @@ class FusedExperts(Experts):
         )
 
     def _blocks(self, name: str) -> QuantizedMatrix:
-        """A recoded matrix as it is now (no copies)."""
+        """The recoded matrices of all experts, as views of the buffers."""
         data, scales = (self.get_buffer(f"{name}_{part}") for part in _RECODED)
         payloads = {"data": data, "scales": scales}
         return QuantizedMatrix(
@@ -218,7 +218,7 @@ class FusedExperts(Experts):
         return {name: self._by_expert(name, buffer) for name, buffer in self.named_buffers(recurse=False)}
 
     def _by_expert(self, name: str, buffer: Tensor) -> Tensor:
-        """A buffer with one row for each expert: packed matrices stand behind each other, with some room at the end."""
+        """A view of a buffer with one row per expert. (A packed buffer is flat, and has a pad at its end.)"""
         experts, outputs = self.spec.shapes()["w13" if "13" in name else "w2"][:2]
         if len(buffer) == experts:
             return buffer
@@ -226,14 +226,14 @@ class FusedExperts(Experts):
         return buffer[: experts * each].view(experts, each)
 
     def _seen_by_kernels(self) -> ExpertWeights:
-        """The weights as the kernels find them, if they are not packed (no copies)."""
+        """The weights that the kernels read if they are not packed: as given, or recoded (no copies)."""
         if not self.is_recoded:
             return self.weights
         b13, b2 = self._buffers.get("b13"), self._buffers.get("b2")
         return ExpertWeights(w13=self._blocks("w13"), w2=self._blocks("w2"), b13=b13, b2=b2)
 
     def _expanded(self, *, early: bool) -> ExpertWeights:
-        """Packed weights as blocks of e4m3, in memory for this call."""
+        """Expand packed weights to blocks of e4m3, in memory of this call."""
         from tokenyard.experts.fused.launch_hopper import launch_expanded
 
         w13, w2 = (
@@ -244,7 +244,7 @@ class FusedExperts(Experts):
 
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
-        """Replace the weights in place: whatever refers to them (a captured graph) sees the new ones."""
+        """Replace the weights in place, so that captured CUDA graphs use the new ones."""
         if not self.is_packed and not self.is_recoded:
             super().load_(weights)
             return
@@ -275,7 +275,7 @@ class FusedExperts(Experts):
                 self.get_buffer(name).copy_(tensor)
 
     def _check_form(self, name: str, matrix: QuantizedMatrix) -> None:
-        """Raise unless a new matrix can be held in the form of the one that is here."""
+        """Raise unless a new matrix can be packed or recoded like the one that it replaces."""
         if self.is_packed and not packing.can_pack(matrix):
             largest = packing.LARGEST_SCALE[self.spec.weights]
             beyond = "below zero" if self.spec.weights == "nvfp4" else f"beyond {largest}"
@@ -294,18 +294,18 @@ class FusedExperts(Experts):
 
     @classmethod
     def scratch_bytes(cls, spec: ExpertsSpec) -> int:
-        """A byte for each of a rank's mxfp4 weights, where they become blocks of e4m3 for long batches; else nothing.
+        """A byte for each mxfp4 weight of a rank, if they are expanded to blocks of e4m3 for long batches; else 0.
 
-        On Hopper, that is. A class with `expands = False` declines it.
+        Only Hopper uses these bytes. A class with `expands = False` does not.
         """
         wanted = cls.expands and spec.weights == "mxfp4" and has_blocks(spec)
         return sum(math.prod(spec.shapes()[name]) for name in ("w13", "w2")) if wanted else 0
 
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
-        """None for GPUs, and where Triton interprets its kernels, as in the tests; else a reason. Triton must be there.
+        """None on a GPU, or where Triton interprets its kernels, if Triton is installed; else the reason.
 
-        What these experts support is the same on every machine. Only where they run depends on what is installed.
+        Only `runs_on` depends on the machine; `supports` gives the same answer everywhere.
         """
         why = None
         if super().runs_on(device) is not None and not interprets():
@@ -316,7 +316,7 @@ class FusedExperts(Experts):
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Sort, multiply, activate, multiply, weight and sum."""
+        """Sort pairs, compute both products with the activation between them, and, with `finalize`, weight and sum."""
         from tokenyard.experts.fused import launch, launch_hopper, operands
 
         spec, routes = self.spec, local_routes(received)
@@ -340,7 +340,7 @@ class FusedExperts(Experts):
         )
         tiles = self.choose_tiles(pairs, rows.format.name) if self.tile_configs is None else self.tile_configs
         to, result = self._destination(received, num_rows, finalize=finalize)
-        # Now: the host waits for what has arrived, and not for the products.
+        # Before the launches, so that the host waits only for the rows that arrived, not for the products.
         index_N = None if finalize else routes.pairs
         device = rows.device
         if num_rows and spec.num_local_experts:
@@ -401,13 +401,13 @@ class FusedExperts(Experts):
         return UnfinalizedRows(
             rows_NH=to.partial_sums[index_N],
             weights_N=torch.ones_like(weights_N) if spec.weight_on == "input" else weights_N,
-            index_N=index_N.clone(),  # the routes keep theirs
+            index_N=index_N.clone(),  # the routes keep their own tensor
             num_rows=num_rows,
             top_k=top_k,
         )
 
     def choose_tiles(self, pairs: float, rows: str) -> TileConfigs:
-        """The tile configurations for so many pairs of a row and an expert, if rows arrive in a format."""
+        """The tile configurations for a number of (row, expert) pairs and rows of a format."""
         experts, weights, invariant = self.spec.num_local_experts, self.held_format, self.spec.batch_invariant
         if invariant:
             pairs = math.inf  # one configuration for all batches
@@ -422,11 +422,11 @@ class FusedExperts(Experts):
         return tiles.without_tails() if invariant else tiles
 
     def _recodes_rows(self, rows: str) -> bool:
-        """Whether rows in a format become blocks of e4m3, as the weights are, before they are multiplied."""
+        """Whether rows of this format are recoded to blocks of e4m3, because the weights are such blocks."""
         return self.is_recoded and rows == "mxfp8"
 
     def _rows(self, received: ReceivedRows) -> tuple[EncodedRows, Tensor | None]:
-        """The rows as the kernels read them, and the slot of each where they stand in a workspace."""
+        """The rows in a format that the kernels read, and the slot of each row, if they are in a workspace."""
         rows = received.rows
         as_arrived = self.spec.rows is None or rows.format == self.spec.rows
         taken = ("bf16", "mxfp8") if self.is_packed else FORMATS
@@ -454,7 +454,7 @@ class FusedExperts(Experts):
         buffer = received.results
         if buffer is not None:
             return Destination(buffer.rows_SH, buffer.slots_R, partial_sums), buffer.placed()
-        # A row that none of the experts here takes is zero.
+        # Rows without an expert on this rank have the result zero.
         out = torch.zeros(num_rows, spec.hidden_size, device=device)
         return Destination(out, None, partial_sums), ExpertRows(rows_RH=out)
 

@@ -1,4 +1,4 @@
-"""Which kernels can run a layer's products on a device: what its GPU, its Triton, and the layer's sizes allow."""
+"""Which kernels can compute a layer's products on a device, by its GPU, the Triton version and the layer's sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenyard.formats import QuantizedMatrix
 
 @functools.cache
 def gluon_runs() -> bool:
-    """Whether this Triton has the dialect of the packed and of the specialized products."""
+    """Whether this Triton has the Gluon dialect, in which packed and specialized products are written."""
     try:
         from tokenyard.experts.fused.kernels import packed, specialized  # noqa: F401
     except (ImportError, AttributeError):
@@ -25,7 +25,7 @@ def gluon_runs() -> bool:
 
 
 def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
-    """Whether products with these weights run on Hopper's tensor cores with packed weights; else plain Triton does."""
+    """Whether these weights can be packed for Hopper's tensor cores; if not, plain Triton kernels are used."""
     w13, w2 = weights.w13, weights.w2
     if not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
         return False
@@ -43,14 +43,14 @@ def interprets() -> bool:
 
 
 def takes_e4m3(device: torch.device) -> bool:
-    """Whether products there take e4m3 as it is: on tensor cores from Ada on, and where Triton interprets."""
+    """Whether kernels on this device can multiply e4m3: on tensor cores from Ada on, and in Triton's interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
     return device.type == "cpu" and interprets()
 
 
 def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
-    """Whether products with these weights run with blocks of e4m3 in their place; else they are decoded."""
+    """Whether these weights can be recoded to blocks of e4m3; if not, kernels decode them in registers."""
     w13, w2 = weights.w13, weights.w2
     if spec.weights != "mxfp8" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
         return False
@@ -58,10 +58,10 @@ def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
 
 
 def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
-    """Whether products run by warps that load and warps that multiply (`kernels.specialized`), if rows allow it.
+    """Whether `kernels.specialized` can compute a layer's products on a device, if the rows allow it, too.
 
-    On Hopper: numbers of 16 bits with a gate and sizes that are multiples of 8, H of 64 where gates and ups take turns;
-    e4m3 as `has_blocks` says.
+    It needs Hopper. With 16-bit weights, it needs a gate and sizes that are multiples of 8, and, if gate and up are
+    interleaved, an H that is a multiple of 64. With other weights, `has_blocks` must hold.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
         return False
@@ -73,18 +73,18 @@ def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
 
 
 def has_blocks(spec: ExpertsSpec) -> bool:
-    """Whether a layer has codes between its products, gates and ups apart, and sizes that are multiples of 128."""
+    """Whether a layer has an inner format, a gate that is not interleaved, and sizes that are multiples of 128."""
     whole = spec.hidden_size % SPLIT_BLOCK == 0 and spec.intermediate_size % SPLIT_BLOCK == 0
     return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
 
 
 def can_run_codes(spec: ExpertsSpec) -> bool:
-    """Whether packed weights may become codes of e4m3 as they are multiplied: with codes between the products."""
+    """Whether packed weights may be decoded to e4m3 codes as they are multiplied, which needs an inner format."""
     return spec.weights == "mxfp4" and spec.inner is not None and spec.activation.gated
 
 
 def can_run_expanded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
-    """Whether packed weights can become blocks of e4m3, within the guarantee of `recoding`, where rows are many."""
+    """Whether packed weights can be expanded to blocks of e4m3 for many rows, within the error bound of `recoding`."""
     w13, w2 = weights.w13, weights.w2
     if spec.weights != "mxfp4" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
         return False

@@ -1,7 +1,7 @@
-"""Launching the kernels that run on every GPU.
+"""Launches the kernels that run on every GPU.
 
-Nothing here reads a value from the device, and nothing is compiled for a number of rows: a batch of another size
-launches the same kernels, on other grids, or kernels with other tiles.
+Nothing here reads a value from the device, and no kernel is compiled for a certain number of rows: a batch of another
+size launches the same kernels with another grid, or with other tiles.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import Fp8Block128, QuantizedMatrix, for_dtype
 from tokenyard.formats.base import EncodedRows
 
-# Pairs of a chunk; of one chunk, every block counts all by itself.
+# Pairs of a chunk. In a batch of one chunk, every block counts all pairs itself.
 CHUNK = 1024
 # The most blocks that share the experts of a chunk.
 SHARED_BY = 4
-# Rows from which a block looks at 16 of them, and sums those that need it. Blocks of one row, and of 16, on one H200:
+# Rows of a batch from which on a block sums 16 rows instead of one. Blocks of one row, and of 16, on one H200:
 # 4,538 rows of V4-Flash took 11.8 and 15.0 µs, 36,304 rows 81.5 and 81.8, 36,446 of V4-Pro 181 and 135, 43,332 of V3
 # 309 and 240.
 LONG_SUMS = 16384
 
 _ROWS_FIRST = (decoding.PLAIN.value, decoding.FP8_BLOCK.value)
 
-# Triton's interpreter changes the language while it runs a kernel: ranks that are threads take turns.
+# Triton's interpreter patches the Triton language while it runs a kernel, so ranks that are threads take turns.
 _INTERPRETER = threading.RLock()
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launches go to the tensor's GPU. (The interpreter has none.)"""
+    """A context in which kernels are launched on the tensor's GPU; for CPU tensors, the lock of the interpreter."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
 
 
 def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> SortedOnDevice:
-    """Sort the pairs of a batch by expert and cut them into tiles, without looking at them."""
+    """Sort the pairs of a batch by expert and cut them into tiles, on the device: the host reads no value."""
     (rows, top_k), device = ids_RK.shape, ids_RK.device
     pairs, choices = rows * top_k, triton.next_power_of_2(top_k)
     bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(rows, CHUNK // choices)
-    # A multiple of 16: Triton compiles a kernel anew for numbers, and addresses behind so many, that are none.
+    # A multiple of 16, because Triton compiles another kernel for integers and addresses that are not divisible by it.
     max_tiles = 16 * triton.cdiv(min(pairs, pairs // tile + experts), 16)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(6 * max_tiles + 3, dtype=torch.int32, device=device)
-    how_many = tiles[6 * max_tiles : 6 * max_tiles + 1]  # and two counters behind it
+    how_many = tiles[6 * max_tiles : 6 * max_tiles + 1]  # two counters follow it
     sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
     if chunks == 1:
         sorting.sort_pairs[(experts,)](
@@ -100,7 +100,7 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
 
 
 def blocks_for(items: int, device: torch.device) -> int:
-    """How many blocks to launch for at most so many items: one each, or some that take them in turn."""
+    """How many blocks to launch for up to `items` items: one for each, or fewer, which then take several in turn."""
     if device.type == "cpu":
         return max(1, min(items, 4))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -116,7 +116,7 @@ def launch_tiles(
     tiles: arguments.Tiles,
     descriptors: tuple[Any, Any, Any] = (None, None, None),
 ) -> None:
-    """A product whose tiles a function of the kernels computes."""
+    """Launch one product, whose tiles the kernel function `compute` computes."""
     rows, weights, results = given
     items, stages = call.sorted.max_tiles * tiles.across, config.stages * config.block // tiles.block
     arguments.every_tile[(blocks_for(items, results.inner.device),)](
@@ -128,7 +128,7 @@ def launch_tiles(
 def launch_row_blocks(
     rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
 ) -> EncodedRows:
-    """Received rows of mxfp8 as rows of fp8_block128, one after the other."""
+    """Recode received rows of mxfp8 to contiguous rows of fp8_block128."""
     device, hidden_size = rows.device, rows.hidden_size
     format = Fp8Block128()
     blocks = EncodedRows(
@@ -148,7 +148,7 @@ def launch_row_blocks(
 
 
 def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Received rows of mxfp8 as `kernels.packed_codes` reads them: the codes of every place, and scales by block."""
+    """Recode received rows of mxfp8 for `kernels.packed_codes`: codes by place, scales by block and place."""
     device, hidden_size = rows.device, rows.hidden_size
     data, scales = rows.payloads["data"], rows.payloads["scales"]
     width, places = Fp8Block128().padded_size(hidden_size), call.sorted.order_N.shape[0]
@@ -168,7 +168,7 @@ def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) 
 def launch_decoded_rows(
     rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
 ) -> EncodedRows:
-    """Received rows of mxfp8 as bf16 numbers, one after the other."""
+    """Decode received rows of mxfp8 to contiguous rows of bf16."""
     hidden_size = rows.hidden_size
     data, scales = rows.payloads["data"], rows.payloads["scales"]
     numbers = torch.empty(num_rows, hidden_size, dtype=torch.bfloat16, device=rows.device)
@@ -182,14 +182,14 @@ def launch_decoded_rows(
 
 
 def before_rounding(spec: ExpertsSpec, inner: Inner) -> Inner:
-    """Where the first product leaves its numbers, if they are rounded to those of codes: in float32. Else `inner`."""
+    """The output of the first product: a float32 buffer, if `launch_rounding` will round it to codes; else `inner`."""
     if spec.inner is None or not inner.is_numbers:
         return inner
     return inner._replace(data=torch.empty_like(inner.data, dtype=torch.float32))
 
 
 def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
-    """Round numbers between the products to those of the layer's format, where it has one, or make codes of them."""
+    """Round the numbers between the products to the layer's inner format, if it has one, or encode them in it."""
     if numbers is inner:
         return
     assert isinstance(call.spec.inner, Fp8Block128), call.spec.inner
@@ -205,7 +205,7 @@ def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
 
 
 def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
-    """Whether the products of plain matrices can have them by TMA, which is Hopper's, and steps by 16 bytes."""
+    """Whether TMA can load these matrices: plain 16-bit ones, aligned to 16 bytes, on Hopper or later."""
     if not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
         return False
     if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] < 9:
@@ -264,7 +264,7 @@ def launch_inner(
     if config.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
         compute = rows_first.rows_first_tile
     elif block > SPLIT_BLOCK and (x.format != w.format or spec.hidden_size % block):
-        block = SPLIT_BLOCK  # one at a time
+        block = SPLIT_BLOCK  # one block of scales at a time
     tiles = arguments.Tiles(
         triton.cdiv(spec.intermediate_size, columns), out, config.tile, config.tail, block,
         x.width, w.width, w.stride, w.scale_width,
@@ -276,7 +276,7 @@ def launch_inner(
 def launch_result(
     call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, *, finalize: bool
 ) -> None:
-    """`W2 · inner + b2`: weighted into `to.out`; where a row has several experts, into `to.partial_sums`, by pair."""
+    """`W2 · inner + b2`: weighted into `to.out`, or, for rows with several experts, by pair into `to.partial_sums`."""
     spec, config = call.spec, call.tile_configs.result
     assert isinstance(config, TileConfig)
     if config.tma and inner.is_numbers and can_use_tma(weights.w2, spec):
@@ -297,7 +297,7 @@ def launch_result(
 def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
     """Sum the rows that several experts take, out of `to.partial_sums` into `to.out`.
 
-    A product and a sum are two roundings, as in `UnfinalizedRows.finish`.
+    Product and sum are rounded separately (no fused multiply-add), as in `UnfinalizedRows.finish`.
     """
     spec, rows = call.spec, ids_RK.shape[0]
     if rows < LONG_SUMS:

@@ -1,6 +1,6 @@
-"""Launching Hopper's kernels, in Triton's Gluon dialect: packed, expanded and specialized products.
+"""Launches the kernels for Hopper, in Triton's Gluon dialect: packed, expanded and specialized products.
 
-The kernels are imported where they are launched: not every Triton has the dialect.
+The kernels are imported inside the functions that launch them, because not every Triton has the dialect.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tokenyard.formats.base import EncodedRows
 if TYPE_CHECKING:
     from tokenyard.experts.fused.kernels.packed import PackedProduct
 
-# By the most rows of a tile of `kernels.specialized`: the rows up to which tiles are turned, and stages. What stands in
-# shared memory for longer leaves room for fewer stages.
+# By the most rows of a tile of `kernels.specialized`: the sizes of turned tiles, in rows, and the pipeline stages.
+# Larger tiles leave room in shared memory for fewer stages.
 TURNED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
 
 
 def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
-    """Packed mxfp4 matrices as blocks of e4m3: memory for this call, which those of other layers get afterwards."""
+    """Expand packed mxfp4 matrices to blocks of e4m3, in memory of this call, which other layers can use afterwards."""
     from tokenyard.experts.fused.kernels import expanding
 
     experts, outputs, inputs = matrix.shape
@@ -59,7 +59,7 @@ def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> Quan
 
 
 def tma_descriptor(tensor: Tensor, lines: int, width: int) -> Any:
-    """What TMA has to know of a tensor, as lines of a width: it brings so many of them, 128 bytes of each."""
+    """A TMA descriptor of a tensor `[.., width]`, whose loads bring 128 bytes of each of `lines` lines."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -69,13 +69,13 @@ def tma_descriptor(tensor: Tensor, lines: int, width: int) -> Any:
 
 
 def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
-    """Whether rows and weights stand as `kernels.specialized` reads them: 16 bytes at a time, by TMA and by copies."""
+    """Whether rows and weights have the format, alignment (16 bytes) and strides that `kernels.specialized` needs."""
     x, held = Rows.of(rows), [Matrices.of(matrix) for matrix in (weights.w13, weights.w2)]
     if any(matrix.format != x.format or matrix.data.dtype != x.data.dtype for matrix in held):
         return False
     step = x.data.element_size()
     aligned = [x.data.data_ptr(), x.data.stride(0) * step, *(matrix.data.data_ptr() for matrix in held)]
-    # Where a row begins is counted in 16 bytes, in 32 bits.
+    # The offset of a row, in units of 16 bytes, must fit into 32 bits.
     near = x.data.shape[0] * x.data.stride(0) * step < 2**35
     lines = x.data.stride(1) == 1 and (x.scales is None or x.scales.stride(1) == 1)
     whole = all(matrix.data.is_contiguous() for matrix in held)
@@ -92,7 +92,7 @@ def launch_specialized(
     *,
     finalize: bool,
 ) -> None:
-    """Both products, by warps that load and warps that multiply."""
+    """Launch both products as one kernel with specialized warps."""
     from tokenyard.experts.fused.kernels import items, specialized
 
     spec, max_tiles, config = call.spec, call.sorted.max_tiles, call.tile_configs.inner
@@ -135,7 +135,7 @@ class PackedCall(NamedTuple):
     w2: PackedMatrix
     b13: Tensor | None
     b2: Tensor | None
-    largest13: Tensor | None = None  # what `packing.largest_scales` gave, where weights can become codes
+    largest13: Tensor | None = None  # from `packing.largest_scales`, if weights can be decoded to codes
     largest2: Tensor | None = None
 
 
@@ -148,7 +148,7 @@ def launch_packed_codes(
     *,
     finalize: bool,
 ) -> None:
-    """Both products, with packed weights that become codes, and the codes and scales of rows by place."""
+    """Launch both products with packed weights that are decoded to e4m3 codes; `rows`: codes and scales by place."""
     from tokenyard.experts.fused.kernels import packed_codes
 
     spec, config = call.spec, call.tile_configs.inner
@@ -180,7 +180,7 @@ def launch_packed_codes(
 
 
 def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool, finalize: bool) -> PackedProduct:
-    """What a product of packed weights is compiled for."""
+    """The compile-time constants of a product of packed weights."""
     from tokenyard.experts.fused.kernels import packed, unpacking
 
     spec, (_, outputs, inputs) = call.spec, w.shape
@@ -211,7 +211,7 @@ def launch_packed(
     *,
     finalize: bool,
 ) -> None:
-    """Both products, with packed weights and plain rows: each by the kernel that its tiles are for."""
+    """Launch both products with packed weights and plain rows, each with the kernel of its tile configuration."""
     numbers = before_rounding(call.spec, inner)
     for is_first in (True, False):
         config = call.tile_configs.inner if is_first else call.tile_configs.result
@@ -233,7 +233,7 @@ def _launch_tiles(
     call: Launch, config: PackedTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
     rows: arguments.Rows, results: arguments.Results,
 ) -> None:  # fmt: skip
-    """One product, a block for each tile."""
+    """Launch one product with a block for each tile (`kernels.packed`)."""
     from tokenyard.experts.fused.kernels import packed
 
     nothing, is_first = call.sorted.order_N, product.first
@@ -259,7 +259,7 @@ def _launch_numbers(
     call: Launch, config: NumbersTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
     rows: arguments.Rows, results: arguments.Results,
 ) -> None:  # fmt: skip
-    """One product, by warps that load and warps that multiply."""
+    """Launch one product with specialized warps (`kernels.packed_numbers`)."""
     from tokenyard.experts.fused.kernels import packed_numbers
 
     processors = torch.cuda.get_device_properties(rows.data.device).multi_processor_count
@@ -279,5 +279,5 @@ def _launch_numbers(
 
 
 def _decoded_scales(w: PackedMatrix) -> Tensor:
-    """Scales as kernels that decode weights to bf16 load them: those of mxfp4 as four numbers for 128 inputs."""
+    """The scales as kernels that decode weights to bf16 load them: those of mxfp4 as four int16 for 128 inputs."""
     return w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales

@@ -1,4 +1,4 @@
-"""What kernels are given: rows, weights, routes and results, as groups of arguments.
+"""The arguments of kernels, in groups: rows, weights, routes and results.
 
 Nothing here reads a value from the device.
 """
@@ -38,7 +38,7 @@ _KINDS = {"fp16": tl.float16, "fp32": tl.float32}
 
 
 def activation_constants(spec: ExpertsSpec) -> dict[str, Any]:
-    """The activation as both kinds of kernels take it."""
+    """The activation's number and constants, by the names of the kernels' parameters."""
     activation = spec.activation
     constants = {"limit": 0.0, "alpha": 0.0, "up_shift": 0.0} | dict(activation.parameters)
     return {
@@ -50,7 +50,7 @@ def activation_constants(spec: ExpertsSpec) -> dict[str, Any]:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """How a kernel is launched that may start before its predecessor has ended."""
+    """The launch options; `early`: the kernel may start before its predecessor has ended."""
     return {"launch_pdl": True} if early else {}
 
 
@@ -68,7 +68,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor | QuantizedMatrix) -> Matrices:
-        """Plain matrices, or those of a format."""
+        """From plain or quantized matrices."""
         if isinstance(matrix, Tensor):
             width = matrix.shape[-1]
             return cls(decoding.PLAIN.value, matrix, None, None, None, width, width, 1)
@@ -81,7 +81,7 @@ class Matrices(NamedTuple):
         )
 
     def given(self, bias: Tensor | None) -> arguments.Weights:
-        """What a kernel is given of them."""
+        """The kernel arguments for these matrices, with their bias."""
         return arguments.Weights(self.data, self.scales, self.global_scale, self.global_factor, bias)
 
 
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, rows: EncodedRows) -> Rows:
-        """Rows in a format, with linear scales."""
+        """From encoded rows with linear scales."""
         payloads = rows.payloads
         data = payloads["data"]
         if not rows.format.quantized:
@@ -113,7 +113,7 @@ class Rows(NamedTuple):
         return cls(format, data, scales, g, width, stride)
 
     def given(self, slots_R: Tensor | None) -> arguments.Rows:
-        """What a kernel is given of them."""
+        """The kernel arguments for these rows, with the slot of each."""
         stride, scale_stride = self.data.stride(0), 0 if self.scales is None else self.scales.stride(0)
         return arguments.Rows(
             self.data, self.scales, self.globals, slots_R, stride, scale_stride, self.global_stride
@@ -122,23 +122,23 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class SortedOnDevice:
-    """The pairs of a batch by expert, and their tiles, on the device."""
+    """The pairs of a batch, sorted by expert, and their tiles, on the device (see `kernels.sorting`)."""
 
     order_N: Tensor
     tiles: Tensor
     how_many: Tensor
     max_tiles: int
-    # Held until the call ends: kernels that start early may write to memory that is free while the sort still reads it.
+    # Kept until the call ends: if it were freed, kernels that start early could overwrite it while the sort reads it.
     counts: Tensor | None
 
 
 def product_kind(weights: str, device: torch.device) -> Any:
-    """The type in which numbers are multiplied. (The interpreter knows float32 alone.)"""
+    """The type in which numbers are multiplied. (The interpreter multiplies in float32 only.)"""
     return tl.float32 if device.type == "cpu" else _KINDS.get(weights, tl.bfloat16)
 
 
 class Launch(NamedTuple):
-    """What both products share in one call."""
+    """The arguments that both products of one call share."""
 
     spec: ExpertsSpec
     tile_configs: TileConfigs
@@ -148,17 +148,17 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """How a kernel is launched that may start before its predecessor has ended."""
+        """The launch options of this call's kernels."""
         return launch_options(self.early)
 
     @property
     def routes(self) -> arguments.Routes:
-        """What a kernel is given of the routes."""
+        """The kernel arguments for the routes."""
         found = self.sorted
         return arguments.Routes(found.order_N, found.tiles, found.how_many, found.max_tiles, self.weights_RK)
 
     def layer(self, rows: int, weights: int, inner: Inner, *, finalize: bool = True) -> arguments.Layer:
-        """What products of rows and weights in these formats are compiled for."""
+        """The compile-time constants of products of rows and weights in these formats."""
         spec, activation = self.spec, self.spec.activation
         return arguments.Layer(
             hidden=spec.hidden_size,
@@ -178,19 +178,19 @@ class Launch(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """What stands between the products, by place: numbers `[pairs, I]`, or e4m3 (`kernels.fp8_split`).
+    """The activation between the products, by place: numbers `[pairs, I]`, or e4m3 (`kernels.fp8_split`).
 
-    Numbers that are split in two are e4m3 `[pairs, 2, width]`, high and low, codes `[pairs, width]`, and scales float32
-    `[pairs, width / 128]`: columns are padded to whole blocks of 128.
+    Numbers split in two are e4m3 `[pairs, 2, width]`, high and low parts. Codes are e4m3 `[pairs, width]`. Both have
+    float32 scales `[pairs, width / 128]`; width is I rounded up to a multiple of 128.
     """
 
     data: Tensor
     scales: Tensor
-    held: Any  # as the kernels call it
+    held: Any  # one of the constants of `kernels.fp8_split`
 
     @classmethod
     def empty(cls, spec: ExpertsSpec, partial_sums: Tensor, tile_configs: TileConfigs, *, held: str) -> Inner:
-        """Memory for the pairs of `partial_sums`: numbers of its type, or e4m3 for weights in blocks of e4m3."""
+        """Uninitialized memory for the pairs of `partial_sums`: of its dtype, or e4m3 if weights are e4m3 blocks."""
         pairs, columns = partial_sums.shape[0], spec.intermediate_size
         if held != "fp8_block128":
             data = partial_sums.new_empty(pairs, columns)
@@ -207,11 +207,11 @@ class Inner(NamedTuple):
 
     @property
     def is_numbers(self) -> bool:
-        """Whether these are numbers of 16 or 32 bits, and not e4m3."""
+        """Whether the activation is held as numbers of 16 or 32 bits, not as e4m3."""
         return bool(self.held == fp8_split.NUMBERS)
 
     def given(self, to: Destination | None = None) -> arguments.Results:
-        """What a kernel is given of what it leaves here; the second product, of where it leaves its results, too."""
+        """The kernel arguments for this buffer and, for the second product, for the destination of its results."""
         scales = None if self.is_numbers else self.scales
         if to is None:
             return arguments.Results(self.data, scales, None, None, None, 0)
@@ -219,8 +219,8 @@ class Inner(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where results go: rows `[S, H]`, the slot of each received row, and what sums are made of."""
+    """Where results are written: rows `[S, H]`, the slot of each received row in them, and the results by pair."""
 
     out: Tensor
     slots_R: Tensor | None
-    partial_sums: Tensor  # results by pair
+    partial_sums: Tensor  # results by pair, not weighted and not summed

@@ -1,26 +1,26 @@
-"""Four-bit weights in the order in which Hopper's tensor cores take them.
+"""Packs 4-bit weights in the order in which Hopper's tensor cores read them.
 
 The weights are the register operand of `wgmma`: 64 outputs × 16 inputs, of which thread t = 32 w + 4 g + c of 128
-holds outputs 16 w + g and 16 w + g + 8 at inputs 2 c, 2 c + 1, 2 c + 8 and 2 c + 9: eight weights, one word. So a
-matrix is held as
+holds outputs 16 w + g and 16 w + g + 8 at inputs 2 c, 2 c + 1, 2 c + 8 and 2 c + 9: eight weights, one word. A
+matrix is therefore held as
 
     words   [outputs / 64, inputs / 64, 128 threads, 4 words]    16 bytes a thread, for 64 inputs
     scales  [outputs / 64, inputs / 128, 32 (w, g), spans, 2]    of outputs g and g + 8, for 128 inputs
 
-and a thread decodes the words it has loaded in place: no shuffle, no shared memory. Gate and up rows take turns, 8 and
-8, so that a thread finds the up of its gate in its own registers. Outputs are padded to 64, inputs to 128, with zeros.
+and a thread decodes the words it has loaded in place: no shuffle, no shared memory. Gate and up rows alternate, 8 and
+8, so that a thread has the up of its gate in its own registers. Outputs are padded to 64, inputs to 128, with zeros.
 
 **Bits.** A 16-bit half of a word holds 4 weights, and those of both halves (neighboring inputs) are decoded together.
-A signed integer stands as value + 8 in one nibble: with all else masked it is the bf16 number n · 2^-133 (n · 2^-129
-from the next nibble), since subnormal numbers are linear. An e2m1 code has its sign in bit 15 and its magnitude in bits
-8 to 6 of the half, or will after a shift: as a bf16 number that is its value · 2^-126. No three shifts bring all other
-bits of a word there, so the fourth code takes two, whose results are combined by XOR: what else they bring there is
-known when words are packed, and stands in the code's bits already (E2M1_MIXED).
+A signed integer is held as n = value + 8 in one nibble: with the other bits masked, the half is the bf16 number
+n · 2^-133 (n · 2^-129 in the next nibble), since subnormal numbers are linear. An e2m1 code has its sign in bit 15 and
+its magnitude in bits 8 to 6 of the half, some codes only after a shift: as a bf16 number this is its value · 2^-126.
+Three codes need at most one shift each. The fourth needs two, whose results are combined by XOR. The XOR also mixes in
+bits of other codes, which are known when words are packed: the packed bits are chosen so that they cancel (E2M1_MIXED).
 
-**Scales** are held times the power of two that makes up for it, up to the factor LEFT_OVER, which the sum is multiplied
-with in the end: those of integers as bf16, those of e2m1 as bytes, the upper bits of the bf16 number (mxfp4: its
-exponent; nvfp4: the last five bits of the exponent, and three of the fraction). Four bytes are one word: the pair (g,
-g + 8) of a span where a mask finds it, that of the next span rotated by 8 bits.
+**Scales** are held times the power of two that compensates these factors, except for the factor LEFT_OVER, with which
+the sum is multiplied at the end. Those of integers are bf16. Those of e2m1 are bytes, the upper bits of a bf16 number
+(mxfp4: its exponent; nvfp4: the last five bits of the exponent, and three of the fraction). A word holds four bytes:
+those of the outputs (g, g + 8) of one span where a mask extracts them, and those of the next span, rotated by 8 bits.
 """
 
 from __future__ import annotations
@@ -34,38 +34,39 @@ from torch.nn import functional
 
 from tokenyard.formats import QuantizedMatrix, weight_format
 
-OUTPUTS, INPUTS = 64, 128  # what matrices are padded to
-SPARE = 4 * OUTPUTS  # lines behind the last matrix: a block of outputs may reach there
+OUTPUTS, INPUTS = 64, 128  # matrices are padded to multiples of these
+SPARE = 4 * OUTPUTS  # lines after the last matrix, which a block of outputs may read
 LEFT_OVER = 2.0**20
 
-# Where the four bits of a weight stand in a word, from its sign to its last bit, for each of the four of its lower
-# half: (input + 8?) · 2 + (output + 8?). Those of the upper half stand 16 bits on, around the end of the word.
+# The positions of a weight's four bits in a word, from its sign to its last bit, for the four weights of the lower
+# half, by (input + 8?) · 2 + (output + 8?). Those of the upper half are 16 bits higher, modulo 32.
 INT4_BITS = ((3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12))
 E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (19, 12, 11, 10), (13, 14, 5, 4))
-# The shifts that bring the e2m1 codes to their places: none, left, around, and both left and right.
+# The shifts that bring e2m1 codes to bits 15 and 8 to 6: none, left, rotate left, and both left and right.
 E2M1_SECOND, E2M1_THIRD, E2M1_FOURTH = 6, 28, (2, 6)
-# Bits of the fourth codes, and those that the other shift brings to the same place: in the order of packing.
+# Bits of the fourth codes, each with the bit that the other shift brings to the same position, in packing order.
 E2M1_MIXED = ((21, 29), (13, 21), (5, 13), (4, 12), (20, 28), (14, 6), (30, 22))
-# The bits of the fourth codes that are found where they belong by XOR with the word shifted right by this.
+# The bits of the fourth codes that XOR with the word, shifted right by this, restores.
 E2M1_UNMIXED, E2M1_UNMIXING = 0x20702070, 8
-# The powers of two that scales are held times: of integers, by output g and g + 8; e2m1 needs the same for both.
+# The exponents of the powers of two that scales are multiplied with: for integers, of outputs g and g + 8; for e2m1,
+# of both.
 INT4_POWERS, E2M1_POWER = (113, 109), 106
 # The largest scale that can be held.
 LARGEST_SCALE = {"mxint4": 2.0**12, "mxfp4": 2.0**20, "nvfp4": 2.0**20}
-# Where the byte of a scale of output g stands in its bf16 number; nvfp4 has the upper bits of all exponents in common.
+# The lowest bit of a scale's byte in the bf16 number of output g; and the upper bits that all exponents of nvfp4 share.
 SCALE_SHIFT, NVFP4_EXPONENT = {"mxfp4": 7, "nvfp4": 4}, 0x7000
-# The bytes of e4m3 scales, by their own bits. Those below 2^-6 have a leading one here, too; zero has a byte of some
-# other number, since its codes are zeros.
+# The byte that holds each e4m3 scale, by its code. Scales below 2^-6 are normalized. Zero is held as another scale's
+# byte, since the codes of its span are set to zero.
 NVFP4_BYTES = (143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143))
 
-# The e4m3 codes of the eight magnitudes of e2m1 times the largest scale that is held exactly, in two words; and what a
-# scale that is larger by 2 adds to them. (That of zero stays.)
+# The e4m3 codes of the eight magnitudes of e2m1 at a line's largest scale, as bytes of two words; and what doubling the
+# scale adds to each. (The code of zero stays.)
 LARGEST_CODES, CODE_FACTORS = (0x6C686000, 0x7C787470), (0x08080800, 0x08080808)
-# The largest code stands for 6 · 2^this; scales may be smaller by 2^-11 until the smallest one is below e4m3's normal
-# numbers.
+# The largest code is that of 6 · 2^CODES_RAISED; a scale that is smaller than the largest by up to 2^CODE_RANGE gives
+# normal numbers of e4m3.
 CODES_RAISED, CODE_RANGE = 6, 11
 
-# Which half of a word, input + 8 or not, output + 8 or not.
+# The places of the eight weights of a word: (half of the word, input + 8?, output + 8?).
 _PLACES = tuple(itertools.product(range(2), repeat=3))
 
 
@@ -84,7 +85,7 @@ class PackedMatrix:
 
 
 def padded(size: int, multiple: int) -> int:
-    """`size` rounded up.
+    """`size` rounded up to a multiple.
 
     >>> padded(2880, INPUTS)
     2944
@@ -93,7 +94,7 @@ def padded(size: int, multiple: int) -> int:
 
 
 def output_order(outputs: int, *, gated: bool, interleaved: bool) -> Tensor:
-    """Which output stands in each line of a packed matrix; -1 in the pad.
+    """The output that each line of a packed matrix holds; -1 in the pad.
 
     >>> output_order(32, gated=True, interleaved=False)[:20].tolist()
     [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23, 8, 9, 10, 11]
@@ -107,7 +108,7 @@ def output_order(outputs: int, *, gated: bool, interleaved: bool) -> Tensor:
 
 
 def code_order(width: int) -> Tensor:
-    """Which input stands at each place of rows that codes of packed weights are multiplied with: permuted within 16.
+    """The order of the inputs of rows for `kernels.packed_codes`: permuted within each 16.
 
     >>> code_order(16).tolist()
     [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
@@ -118,7 +119,7 @@ def code_order(width: int) -> Tensor:
 def largest_scales(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> Tensor | None:
     """For each line of packed mxfp4 matrices, the byte of its largest scale: int32 `[L, lines + spare]`.
 
-    None, if some line has a scale that is smaller by more than 2^-11, whose codes e4m3 would have to round.
+    None, if a line has a scale that is smaller than its largest by more than 2^11, so that e4m3 would have to round.
     """
     codes, byte = matrix.payloads["data"], matrix.payloads["scales"].to(torch.int32)
     is_zero = (codes & 0x77).view(*byte.shape, -1).amax(-1) == 0
@@ -133,7 +134,7 @@ def largest_scales(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
-    """Whether every scale is one that can be held: those of real weights are."""
+    """Whether the packed form can hold every scale, as it can those of usual weights."""
     scales, largest = _scales_of(matrix), LARGEST_SCALE[matrix.format.name]
     if matrix.format.name == "nvfp4" and bool(scales.signbit().any()):
         return False
@@ -141,7 +142,7 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
 
 
 def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMatrix:
-    """Matrices `[L, N, D]` in packed order, matrix by matrix. Codes of a span whose scale is zero become zeros."""
+    """Pack matrices `[L, N, D]`, one after the other. The codes of spans of nvfp4 whose scale is zero become zeros."""
     experts, outputs, inputs = matrix.shape
     lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
     span, device = matrix.format.block, matrix.device
@@ -168,13 +169,13 @@ def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMa
 
 
 def per_matrix(packed: Tensor, experts: int, outputs: int) -> int:
-    """How many numbers of packed matrices belong to each."""
+    """The number of elements of a packed buffer (words or scales) that belong to each expert."""
     lines = padded(outputs, OUTPUTS)
     return packed.numel() * lines // (experts * lines + SPARE)
 
 
 def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
-    """The payloads `data` and `scales` that a packed matrix was made of: exactly, but for codes of a scale of zero."""
+    """The payloads `data` and `scales` of packed matrices, exactly, except for codes whose scale is zero."""
     experts, outputs, inputs = packed.shape
     format = weight_format(packed.format)
     lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
@@ -202,7 +203,7 @@ def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
 
 
 def _bit_places(format: str, half: int, kh: int, h: int) -> list[int]:
-    """Where the bits of a weight stand in its word."""
+    """The positions of a weight's bits in its word, from the sign to the last bit."""
     return [
         (place + 16 * half) % 32 for place in (INT4_BITS if format == "mxint4" else E2M1_BITS)[2 * kh + h]
     ]
@@ -251,7 +252,7 @@ def _words(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
 
 
 def _scales_of(matrix: QuantizedMatrix) -> Tensor:
-    """The scales of all spans as float32, without the global one."""
+    """The scales of all spans as float32, without the global scale."""
     scales = matrix.payloads["scales"]
     if matrix.format.name != "mxfp4":
         return scales.float()
@@ -261,7 +262,7 @@ def _scales_of(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _held_scales(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
-    """The scales of one matrix as they are held: bf16 numbers, or words of four bytes."""
+    """The scales of one matrix in packed form: bf16 numbers, or words of four bytes."""
     format, span = matrix.format.name, matrix.format.block
     if format == "mxint4":
         found = matrix.payloads["scales"].double()
@@ -284,7 +285,7 @@ def _held_scales(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
 
 
 def _scales_by_line(packed: PackedMatrix, expert: int, width: int) -> Tensor:
-    """The scales of one matrix, line by line: numbers, or the bits of mxfp4 and nvfp4."""
+    """The scales of one packed matrix, line by line: numbers of mxint4, or the codes of mxfp4 and nvfp4 scales."""
     format, span = packed.format, weight_format(packed.format).block
     lines = padded(packed.shape[1], OUTPUTS)
     count = lines * width // span // (1 if format == "mxint4" else 4)
@@ -303,5 +304,5 @@ def _scales_by_line(packed: PackedMatrix, expert: int, width: int) -> Tensor:
 
 
 def _int4_factors(device: torch.device) -> Tensor:
-    """What the scales of outputs g and g + 8 are held times."""
+    """The factors with which the scales of outputs g and g + 8 are held."""
     return torch.tensor([2.0**power for power in INT4_POWERS], dtype=torch.float64, device=device)

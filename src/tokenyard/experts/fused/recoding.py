@@ -1,19 +1,21 @@
 """mxfp8 and mxfp4 weights as blocks of e4m3, which tensor cores multiply as they are.
 
-Both have a scale for 32 inputs of an output, and a product of e4m3 can be scaled once in 128 inputs. So a matrix is
-held as `fp8_block128` has it, with a scale for 128 outputs × 128 inputs: the largest of those whose spans are not all
-zero. All scales are powers of two: a code whose own scale is smaller by 2^d becomes the code of its number times 2^-d.
+Both formats have a scale for 32 inputs of an output (a span), while products of e4m3 are scaled once in 128 inputs. A
+recoded matrix is therefore held in `fp8_block128`, with a scale for 128 outputs × 128 inputs: the largest scale of the
+block's spans that are not all zero. All scales are powers of two: the codes of a span whose scale is smaller by 2^d are
+multiplied by 2^-d.
 
     data    e4m3     [N, P]                  P is the number of inputs rounded up to 32; zeros behind the last
     scales  float32  [⌈N/128⌉, ⌈P/128⌉]      2^(b-127)
 
-**What is lost.** e4m3 has four bits down to 2^-6 and steps of 2^-9 below: a number is rounded, to the nearest, where it
-is below 2^-6 of its block's scale, and is off by at most 2^-10 of it then. Codes reach to 448, so that is 2^-18 of the
-largest that the block may hold. Where all scales of a block are the same, nothing is rounded.
+**What is lost.** e4m3 has four significant bits down to 2^-6 and steps of 2^-9 below. Numbers below 2^-6 times their
+block's scale are rounded, to the nearest, and change by at most 2^-10 times the scale. Since codes reach 448, this is
+2^-18 of the largest number that the block may hold. If all scales of a block are equal, nothing is rounded.
 
-Codes of mxfp4 reach to 6: they stand times 2^6, and the block's scale is smaller by that. They have two bits, so that
-they are rounded only where scales of one block differ by more than 2^14. mxfp4 weights stay packed (`packing`); they
-become blocks for one call, where rows are many (`kernels.expanding`), and only the scales of blocks are kept.
+Codes of mxfp4 reach 6. They are held times 2^6, with a block scale that is smaller by this factor. They have two
+significant bits, so they are rounded only where the scales of one block differ by more than 2^14. mxfp4 weights stay
+packed (`packing`). They are expanded to blocks for calls with many rows (`kernels.expanding`), and only the scales of
+the blocks are kept.
 
 **The guarantee.** Weights are recoded only if no line (an output of an expert) changes by more than 2^-12 of its
 length, in L2, and if they are numbers: no NaN among scales and codes, no scale beyond 2^100. Gaussian weights change by
@@ -32,30 +34,31 @@ from torch.nn import functional
 from tokenyard.formats import QuantizedMatrix, e2m1_to_float32, weight_format
 
 BLOCK, SPAN = 128, 32
-# How much a line may change, as a part of its length.
+# The largest relative change of a line, in L2.
 LARGEST_CHANGE = 2.0**-12
-# Behind this a product of e4m3, with its scale, might overflow.
+# The largest scale, as an E8M0 byte: with larger ones, a product of e4m3 times its scale might overflow.
 LARGEST_BYTE = 127 + 100
 _NAN_BYTE = 255
-# Codes stand times 2^this, scales times 2^-this; and no block has a smaller byte, so that 1 / scale is a number.
+# Codes are held times 2^this, scales times 2^-this. Block scales have at least the smallest byte, so that 1 / scale
+# is finite.
 _RAISED = {"mxfp8": 0, "mxfp4": 6}
 _SMALLEST_BYTE = {"mxfp8": 0, "mxfp4": 60}
-# No code is so large that anything is left of it after so many halvings.
+# Every code is rounded to zero after this many halvings.
 _MOST_HALVINGS = 24
-# Weights that are looked at together: some blocks of outputs at least.
+# The number of weights that are recoded at a time, rounded to whole blocks of outputs, at least one.
 _AT_A_TIME = 1 << 23
 
 
 class _Lines(NamedTuple):
-    """Some whole blocks of outputs of one matrix, on their way."""
+    """Some whole blocks of outputs of one matrix, while they are recoded."""
 
     first: int
-    values: Tensor  # float32 [n, spans, 32]: what the codes stand for
-    bytes: Tensor  # int32 [n, spans]: of the spans' own scales
-    levels: Tensor  # the same, and 0 for a span of zeros
-    block_bytes: Tensor  # int32 [blocks of outputs, blocks of inputs]
-    halvings: Tensor  # int32 [n, spans]
-    raised: int
+    values: Tensor  # float32 [n, spans, 32]: the numbers of the old codes, without their scales
+    bytes: Tensor  # int32 [n, spans]: the E8M0 bytes of the spans' scales
+    levels: Tensor  # int32 [n, spans]: `bytes`, but 0 for a span of zeros
+    block_bytes: Tensor  # int32 [blocks of outputs, blocks of inputs]: the largest of their levels
+    halvings: Tensor  # int32 [n, spans]: how often the codes of a span are halved
+    raised: int  # as in `_RAISED`
 
     @property
     def block_scales(self) -> Tensor:
@@ -68,19 +71,19 @@ class _Lines(NamedTuple):
         return (self.values * _power_of_two(-self.halvings).unsqueeze(-1)).to(torch.float8_e4m3fn)
 
     def is_close(self) -> Tensor:
-        """Whether all of these lines are recoded as the guarantee says, as a tensor."""
-        # In units of the largest scale of a line: a square neither overflows nor vanishes.
+        """Whether all of these lines are recoded within the guarantee, as a bool tensor on the device."""
+        # In units of the largest scale of a line, so that squares neither overflow nor underflow.
         unit = _power_of_two((self.bytes - self.levels.amax(1, keepdim=True)).clamp(max=0)).unsqueeze(-1)
         found = self.codes.float() * _power_of_two(self.halvings).unsqueeze(-1)
         changes = ((found - self.values) * unit).square().sum((1, 2))
         length = (self.values * unit).square().sum((1, 2))
-        # NaN is not close to anything.
+        # A comparison with NaN is False.
         close = (changes <= LARGEST_CHANGE**2 * length).all()
         return close & (self.levels <= LARGEST_BYTE).all() & (self.bytes != _NAN_BYTE).all()
 
 
 def can_recode(matrix: QuantizedMatrix, device: torch.device | None = None) -> bool:
-    """Whether matrices `[L, N, D]` can be recoded within the guarantee. It is found out on the device."""
+    """Whether matrices `[L, N, D]` can be recoded within the guarantee; computed on `device`."""
     device = matrix.device if device is None else device
     fine = torch.ones((), dtype=torch.bool, device=device)
     for expert in range(matrix.shape[0]):
@@ -106,7 +109,7 @@ def recode(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def empty_blocks(shape: tuple[int, ...], device: torch.device) -> QuantizedMatrix:
-    """Room for matrices of a shape `[L, N, D]`."""
+    """Uninitialized `fp8_block128` matrices for the recoded ones of a shape `[L, N, D]`."""
     experts, outputs, inputs = shape
     format, width = weight_format("fp8_block128"), weight_format("mxfp8").padded_size(inputs)
     payloads = {
@@ -128,7 +131,7 @@ def recode_into(matrix: QuantizedMatrix, blocks: QuantizedMatrix) -> None:
 
 
 def block_scales(matrix: QuantizedMatrix, device: torch.device) -> Tensor:
-    """The scales that `recode` gives the blocks of matrices, alone: float32 `[L, ⌈N/128⌉, ⌈P/128⌉]`."""
+    """Only the scales of the matrices that `recode` gives: float32 `[L, ⌈N/128⌉, ⌈P/128⌉]`."""
     return torch.stack(
         [
             torch.cat([lines.block_scales for lines in _lines_of(matrix[expert], device)])
@@ -138,7 +141,7 @@ def block_scales(matrix: QuantizedMatrix, device: torch.device) -> Tensor:
 
 
 def give_back(blocks: QuantizedMatrix) -> dict[str, Tensor]:
-    """The payloads of mxfp8 that mean the same, as copies: the codes as they are held, and a byte for each span.
+    """The mxfp8 payloads of the same numbers, as copies: the recoded codes, and for each span its block's scale.
 
     >>> matrix = weight_format("mxfp8").quantize(torch.tensor([[[448.0] * 32 + [0.25] * 8]]))
     >>> matrix.payloads["scales"].tolist(), give_back(recode(matrix))["scales"].tolist()
@@ -162,7 +165,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _lines_of(matrix: QuantizedMatrix, device: torch.device) -> Iterator[_Lines]:
-    """One matrix `[N, D]`, some blocks of outputs at a time."""
+    """Iterate over one matrix `[N, D]`, some blocks of outputs at a time, on `device`."""
     (outputs, inputs), format = matrix.shape, matrix.format.name
     data, scales, raised = matrix.payloads["data"], matrix.payloads["scales"], _RAISED[format]
     step = max(1, _AT_A_TIME // (BLOCK * inputs)) * BLOCK

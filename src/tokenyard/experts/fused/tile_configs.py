@@ -1,7 +1,7 @@
-"""How the products of experts are cut into tiles: a pure function of the shape, the rows and the format.
+"""Chooses the tiles of the experts' products, by pure functions of the number of rows and the formats.
 
-A tile is OUT outputs × TILE rows, computed BLOCK inputs at a time. Few rows an expert: narrow tiles, which only
-have to read the weights as fast as the memory gives them. Many rows: wide ones, which feed the tensor cores.
+A tile is OUT outputs × TILE rows, computed BLOCK inputs at a time. With few rows per expert, tiles are narrow, since
+the time is that of reading the weights from memory. With many, they are wide, to keep the tensor cores busy.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from tokenyard.experts.fused import tile_table
 
 _Line = TypeVar("_Line")
 
-# Outputs of a tile of the first product whose results become e4m3 (`kernels.fp8_split`): gate and up of 128 columns,
-# which share a scale. Without a gate it has half as many.
+# Outputs of a tile of the first product whose results are stored as e4m3 (`kernels.fp8_split`): gate and up of the 128
+# columns that share a scale. Without a gate, half as many.
 SPLIT_OUT = 256
 SPLIT_BLOCK = 128
-# The most rows of a tile of `kernels.specialized`: 64 for each group of warps that multiply, or few for both.
+# The tile sizes, in rows, that `kernels.specialized` supports.
 SPECIALIZED_TILES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One product's tiles, and the warps and pipeline stages of the blocks that compute them."""
+    """The tiles of one product, and the warps and pipeline stages of the blocks that compute them."""
 
     out: int
     tile: int
-    block: int  # 256 of e4m3, rows and weights: two blocks of scales, if their number is even
+    block: int  # inputs at a time; 256, for e4m3 only: two blocks of scales, if their number is even
     warps: int
     stages: int
-    tail: int = 0  # tiles of at most so many rows are computed as narrow ones
+    tail: int = 0  # tiles with at most this many rows are computed as tiles of this size
     rows_first: bool = False  # rows × outputs (`kernels.rows_first`), where formats and activation allow it
     tma: bool = (
         False  # rows × outputs, matrices by TMA (`kernels.tma`), where GPU, format and activation allow it
@@ -42,7 +42,10 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class PackedTileConfig:
-    """The same for packed weights: 16 · warps · groups outputs; rows in one or two runs of a few widths."""
+    """The tiles of a product with packed weights: 16 · warps · groups outputs × one of `widths`, in rows.
+
+    A width is the rows of one or two accumulators.
+    """
 
     widths: tuple[tuple[int, int], ...]
     groups: int
@@ -64,7 +67,7 @@ class PackedTileConfig:
 
 @dataclass(frozen=True)
 class CodesTileConfig:
-    """The same for packed weights that become codes (`kernels.packed_codes`): 128 outputs × runs of 64 rows."""
+    """The tiles of `kernels.packed_codes`, which decodes packed weights to e4m3: 128 outputs × runs of 64 rows."""
 
     runs: int
     stages: int
@@ -77,13 +80,13 @@ class CodesTileConfig:
 
 @dataclass(frozen=True)
 class NumbersTileConfig:
-    """The same for packed weights and rows of bf16, by warps that load and multiply (`kernels.packed_numbers`).
+    """The tiles of `kernels.packed_numbers`, for packed weights and rows of bf16, with specialized warps.
 
-    64 · units · groups outputs; rows in one or two runs of a few widths.
+    A tile is 64 · units · groups outputs × one of `widths`, the rows of one or two accumulators.
     """
 
-    groups: int  # of four warps that multiply: 2 or 3
-    units: int  # of 64 outputs, for each group
+    groups: int  # groups of four warps that multiply: 2 or 3
+    units: int  # units of 64 outputs for each group
     widths: tuple[tuple[int, int], ...]
     stages: int
 
@@ -94,7 +97,7 @@ class NumbersTileConfig:
 
     @property
     def run(self) -> int:
-        """Rows that are brought together: a run that a tile has no rows for is not brought."""
+        """Rows that are loaded together; runs beyond the last row of a tile are not loaded."""
         return min(32, self.tile)
 
 
@@ -103,7 +106,7 @@ AnyTileConfig = TileConfig | PackedTileConfig | CodesTileConfig | NumbersTileCon
 
 @dataclass(frozen=True)
 class TileConfigs:
-    """The tiles of the first product and of the second: the same rows in both."""
+    """The tiles of both products, which have the same number of rows."""
 
     inner: AnyTileConfig
     result: AnyTileConfig
@@ -113,12 +116,12 @@ class TileConfigs:
 
     @property
     def specialized(self) -> bool:
-        """Whether both products are to be computed by warps that load and warps that multiply, if they can."""
+        """Whether `kernels.specialized` should compute both products, if it can."""
         both = (self.inner, self.result)
         return all(isinstance(t, TileConfig) and t.specialized and t.tile in SPECIALIZED_TILES for t in both)
 
     def without_tails(self) -> TileConfigs:
-        """The same tiles, none of them narrow: of e4m3, a narrow one adds in another order."""
+        """The same tiles with `tail=0`, because narrow tiles of e4m3 add in another order."""
         inner, result = (
             replace(config, tail=0) if isinstance(config, TileConfig) else config
             for config in (self.inner, self.result)
@@ -127,10 +130,10 @@ class TileConfigs:
 
     @property
     def can_split(self) -> bool:
-        """Whether e4m3 may stand between the products: a tile of the first makes all columns of a scale."""
+        """Whether the first product can store e4m3: each of its tiles must have all columns that share a scale."""
         inner, result = self.inner, self.result
         if isinstance(inner, CodesTileConfig):
-            return True  # codes are made behind it
+            return True  # a later kernel makes the codes
         if (
             not isinstance(inner, TileConfig)
             or not isinstance(result, TileConfig)
@@ -141,9 +144,9 @@ class TileConfigs:
 
 
 def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, may_be_empty: bool) -> float:
-    """How many pairs of a row and a local expert to expect, if experts are hit evenly.
+    """The expected number of (row, local expert) pairs, if all experts are equally likely.
 
-    A row has at least one expert here, unless it may be empty (`ReceivedRows.may_be_empty`).
+    Every row has at least one expert on this rank, unless it may be empty (`ReceivedRows.may_be_empty`).
 
     >>> expected_pairs(100, 8, 256, 256, may_be_empty=False)
     800.0
@@ -160,11 +163,9 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, ma
 def choose_tiles(
     pairs: float, experts: int, weights: str, *, rows: str | None = None, specialized: bool = False
 ) -> TileConfigs:
-    """The tiles for so many pairs over so many experts, with weights in this format.
+    """The tiles for `pairs` pairs over `experts` experts, with weights in this format.
 
-    Rows are in the same format, or in `rows`.
-
-    `specialized`: whether products can run by `kernels.specialized`.
+    Rows are in the format of the weights, or in `rows`. `specialized`: whether `kernels.specialized` can be used.
 
     >>> choose_tiles(32, 32, "bf16").inner.tile, choose_tiles(8192, 32, "bf16").inner.tile
     (16, 128)
@@ -176,7 +177,7 @@ def choose_tiles(
 
 
 def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = False) -> tile_table.Lines:
-    """The lines of the table for weights in this format, and rows in the same, or in `rows`."""
+    """The lines of the tile table for weights in this format, and rows in the same format or in `rows`."""
     alike = tile_table.ALIKE.get(weights, weights)
     lines = tile_table.PLAIN[alike]
     if rows is None or rows == weights:
@@ -187,9 +188,10 @@ def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = Fa
 def choose_packed_tiles(
     pairs: float, experts: int, weights: str, *, expands: bool = False, codes: bool = False
 ) -> TileConfigs:
-    """The same for packed weights.
+    """The tiles for `pairs` pairs over `experts` experts, with packed weights.
 
-    With `expands`, they can become blocks of e4m3 before they are multiplied, with `codes` while they are.
+    `expands`: whether they can be expanded to blocks of e4m3 before the products; `codes`: whether the products can
+    decode them to e4m3 codes.
 
     >>> choose_packed_tiles(8, 48, "mxint4").inner.tile
     8
@@ -216,5 +218,5 @@ def choose_packed_tiles(
 
 
 def _line_for(rows: float, lines: Sequence[tuple[float, _Line, _Line]]) -> tuple[_Line, _Line]:
-    """The first line that is for at least so many rows an expert."""
+    """The first line of the table whose limit is at least this many rows per expert."""
     return next((inner, result) for most, inner, result in lines if rows <= most)

@@ -1,9 +1,9 @@
-"""Which tile configurations were fastest, found by a sweep on one H200 (`bench/results/experts-sweep-h200.json`).
+"""The fastest tile configurations, found by a sweep on one H200 (`bench/results/experts-sweep-h200.json`).
 
 `python -m tests.experts.tile_sweep` makes such a sweep, on any GPU.
 
-For each format of the weights, by the rows that an expert has on average: up to so many rows, the tile configuration of
-the first product and that of the second. Formats that were not swept take the line of the nearest that was.
+For each weight format there are lines: the most rows per expert, on average, for which a line is used, and the tile
+configurations of the first product and of the second. Formats that were not swept use the lines of a similar one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-# Up to so many rows an expert: the first product, the second.
+# The most rows per expert, the configuration of the first product, and that of the second.
 Lines = tuple[tuple[float, tuple[Any, ...], tuple[Any, ...]], ...]
 
-# out, tile, block, warps, stages, tail; then, whether rows stand first, whether matrices come by TMA, and whether
-# warps are specialized
+# The fields of `TileConfig`: out, tile, block, warps, stages, tail; rows_first, tma, specialized.
 PLAIN: dict[str, Lines] = {
     "bf16": (
         (20, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
@@ -45,25 +44,25 @@ PLAIN: dict[str, Lines] = {
         (28, (256, 32, 128, 4, 4, 0, False, False, True), (128, 32, 128, 4, 3, 0, False, False, True)),
         (inf, (256, 128, 128, 8, 4, 64, True, False, True), (256, 128, 128, 8, 3, 64, True, False, True)),
     ),
-    # Weights are decoded for rows in another format. Not swept: what has no spills.
+    # Weights are decoded for rows in another format. Not swept; these configurations have no register spills.
     "fp8_block128 for other rows": (
         (20, (256, 16, 64, 8, 5, 0), (128, 16, 128, 4, 3, 0)),
         (80, (256, 64, 128, 8, 4, 0), (128, 64, 128, 4, 3, 0)),
         (inf, (256, 64, 64, 8, 4, 0), (256, 64, 128, 8, 4, 0, True)),
     ),
-    # Decoded in registers: for weights that are not held as blocks of e4m3, whose tiles are those of fp8_block128.
+    # For weights that are decoded in registers. (Recoded weights use the lines of fp8_block128.)
     "mxfp8": (
         (20, (128, 16, 128, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
         (80, (128, 64, 128, 4, 3, 0), (128, 64, 128, 4, 3, 0)),
         (inf, (256, 128, 128, 8, 3, 64), (256, 128, 128, 8, 3, 64)),
     ),
-    # Decoded in registers and turned there: for GPUs whose tensor cores take no packed weights.
+    # For weights that are decoded in registers, on GPUs without kernels for packed weights.
     "mxint4": (
         (20, (64, 16, 128, 4, 3, 0), (64, 16, 128, 4, 3, 0)),
         (80, (64, 64, 128, 4, 3, 0), (64, 64, 128, 4, 3, 0)),
         (inf, (128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 3, 0)),
     ),
-    # Twice and four times the bytes: smaller blocks.
+    # Numbers have twice the bytes of bf16, so blocks are smaller.
     "fp32": (
         (20, (64, 16, 32, 4, 3, 0), (64, 16, 32, 4, 3, 0)),
         (inf, (64, 64, 32, 4, 3, 0), (64, 64, 32, 4, 3, 0)),
@@ -71,25 +70,25 @@ PLAIN: dict[str, Lines] = {
 }
 ALIKE = {"fp16": "bf16", "mxfp4": "mxint4", "nvfp4": "mxint4"}
 
-# Rows of an expert from which packed mxfp4 weights are expanded to e4m3 first, where that can be, and where they cannot
-# become codes as they are multiplied. Expanded, and packed: V4-Flash's with 192 rows each took 749 and 764 µs, V4-Pro's
-# with 128 2,527 and 2,188.
+# Rows per expert from which on packed mxfp4 weights are expanded to e4m3 before the products, if that is possible and
+# they cannot be decoded to codes in the products. Expanded, and packed: V4-Flash's with 192 rows
+# each took 749 and 764 µs, V4-Pro's with 128 2,527 and 2,188.
 EXPANDED_FROM = 154
 
-# Rows of an expert from which packed mxfp4 weights become codes of e4m3 as they are multiplied; then, up to so many,
-# the runs of 64 rows, and stages. As codes, and packed: V4-Flash's with 48 rows each took 280 and 247 µs, with 96 rows
-# 365 and 444; with 192 rows 579 in four runs, 662 in two, 721 expanded.
+# Rows per expert from which on the products decode packed mxfp4 weights to e4m3 codes; then, by the most rows, the
+# fields of `CodesTileConfig`: runs of 64 rows, and stages. As codes, and packed: V4-Flash's with 48 rows each
+# took 280 and 247 µs, with 96 rows 365 and 444; with 192 rows 579 in four runs, 662 in two, 721 expanded.
 CODES_FROM = 65
 CODES = ((109, (2, 4)), (154, (3, 4)), (272, (4, 4)))
 
-# Above so many rows of an expert, and up to so many, packed weights and rows of bf16 go to `kernels.packed_numbers`:
-# groups of warps, times 64 outputs of each, widths, stages. C's with 32 rows each took 688 µs so, 711 to 851 with other
-# groups, and 804 by the tiles of `PACKED`. More rows, and other formats, were not timed.
+# The rows per expert above which, and up to which, `kernels.packed_numbers` multiplies packed weights with bf16 rows;
+# then the fields of `NumbersTileConfig`: groups, units, widths, stages. C's with 32 rows each took 688 µs this way, 711
+# to 851 with other groups, and 804 by the tiles of `PACKED`. More rows, and other formats, were not timed.
 NUMBERS: dict[str, tuple[float, float, tuple[Any, ...]]] = {
     "mxfp4": (28, 40, (3, 2, ((16, 0), (32, 0), (64, 0)), 5)),
 }
 
-# widths, groups, ahead, stages, warps, registers
+# The fields of `PackedTileConfig`: widths, groups, ahead, stages, warps, registers.
 PACKED = {
     "mxint4": (
         (0.4, (((8, 0),), 1, 6, 8, 8, None), (((8, 0),), 2, 3, 4, 8, None)),

@@ -1,7 +1,7 @@
-"""What kernels are given, grouped by what it is; and the loop over tiles that products in plain Triton share.
+"""The groups of arguments of kernels, and the loop over tiles that products in plain Triton share.
 
-`None` stands for what a layer does not have: nothing is compiled for it. What a kernel is compiled for comes in `Layer`
-and `Tiles`, which are constants.
+An argument that a layer does not have is `None`, and no code is compiled for it. `Layer` and `Tiles` hold the
+compile-time constants.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ class Rows(NamedTuple):
     """The rows of a product."""
 
     data: Any
-    scales: Any  # of blocks or spans, or None
-    globals: Any  # of rows, or None
-    slots_R: Any  # where each row stands, or None: one after the other
+    scales: Any  # scales of blocks or spans, or None
+    globals: Any  # global scales of rows, or None
+    slots_R: Any  # the line of `data` that holds each row; None: row r is line r
     stride: Any
     scale_stride: Any
     global_stride: Any
 
 
 class Weights(NamedTuple):
-    """The matrices of a product, and what belongs to them."""
+    """The matrices of a product, with their scales and bias."""
 
-    data: Any  # None, where they come by TMA
-    scales: Any  # of blocks or spans, or None
+    data: Any  # None, if TMA loads them
+    scales: Any  # scales of blocks or spans, or None
     global_scale: Any  # or None
     global_factor: Any
     bias: Any  # or None
 
 
 class Routes(NamedTuple):
-    """Which rows go to which expert (`kernels.sorting`), and the weights of pairs."""
+    """The pairs sorted by expert, their tiles (see `kernels.sorting`), and the routing weights of pairs."""
 
     order_N: Any
     tiles: Any
@@ -46,10 +46,10 @@ class Routes(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where the first product leaves its results, and where the second does."""
+    """The output buffers of the first product and of the second."""
 
     inner: Any
-    inner_scales: Any  # None: numbers of 16 or 32 bits
+    inner_scales: Any  # None, if `inner` holds numbers of 16 or 32 bits
     partial_sums: Any  # the results of rows that several experts take, by pair
     out: Any
     out_slots_R: Any  # or None
@@ -57,7 +57,7 @@ class Results(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What both products of a layer are compiled for: sizes, formats, the activation, and what stands between them."""
+    """The compile-time constants of both products: sizes, formats, activation, and how `inner` is held."""
 
     hidden: int
     intermediate: int
@@ -74,16 +74,16 @@ class Layer(NamedTuple):
     limit: float
     alpha: float
     shift: float
-    inner: int  # as `kernels.fp8_split` calls it
+    inner: int  # how the activation is held: a constant of `kernels.fp8_split`
 
 
 class Tiles(NamedTuple):
-    """The tiles of one product, and the widths of its rows and matrices: inputs with their pad, elements of a line."""
+    """The tiles of one product, and the widths of its rows and matrices, pad included."""
 
-    across: int  # tiles that all outputs make
+    across: int  # tiles along the outputs
     out: int
     tile: int
-    tail: int  # tiles of at most so many rows are computed as narrow ones
+    tail: int  # tiles with at most this many rows are computed as tiles of this size
     block: int
     rows_width: int
     width: int
@@ -93,7 +93,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def tile_of(routes, item, ACROSS: tl.constexpr):
-    """Expert, first place and count of an item's tile; something of no meaning for an item behind the last."""
+    """The expert, the first place and the row count of an item's tile; arbitrary values after the last item."""
     tile = tl.minimum(item // ACROSS, routes.max_tiles - 1)
     tiles, max_tiles = routes.tiles, routes.max_tiles
     return tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
@@ -104,11 +104,11 @@ def every_tile(
     x_descriptor, tail_descriptor, w_descriptor, rows, weights, routes, results,
     compute: tl.constexpr, LAYER: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A product of all experts: every block takes tiles in turn, each computed by the function that is handed in."""
+    """A product of all experts: every block loops over tiles, each of which the function `compute` computes."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    # A tile is looked up before it is known to be there, and the next one early: no load waits for another.
+    # A tile is loaded before it is known to exist, and the next one ahead of time: no load waits for another.
     expert, start, count = tile_of(routes, tl.program_id(0), TILES.across)
     total = tl.load(routes.how_many) * TILES.across
     for item in range(tl.program_id(0), total, tl.num_programs(0)):

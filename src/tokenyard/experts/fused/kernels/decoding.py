@@ -1,6 +1,6 @@
-"""A tile of weights, or of rows, in any format, as numbers that a matrix product takes.
+"""Loads a tile of weights or of rows, in any format, as numbers for a matrix product.
 
-What `tokenyard.formats` says in torch is said here for a tile `[N, BLOCK]` of some outputs (or rows) and BLOCK
+This is what `tokenyard.formats` does in torch, for a tile `[N, BLOCK]` of some outputs (or rows) and BLOCK
 inputs. Scales of 16 and 32 inputs are multiplied into the elements; e2m1 and e4m3 times a power of two, and e2m1 times
 e4m3, are exact in bf16 (beyond its range aside), and mxint4 is rounded to it once. The scales of 128 × 128 blocks, and
 global scales, are applied to the product.
@@ -36,7 +36,7 @@ def e2m1_to_float32(code):
 
 @triton.jit
 def nibbles_of(byte, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Two codes a byte, the low one first: `[N, BLOCK / 2]` to `[N, BLOCK]`."""
+    """Unpack two 4-bit codes per byte, the low one first: `[N, BLOCK / 2]` to `[N, BLOCK]`."""
     byte = byte.to(tl.int32)
     return tl.reshape(tl.join(byte & 15, byte >> 4), [N, BLOCK])
 
@@ -55,7 +55,7 @@ def load_tile(
 ):  # fmt: skip
     """Inputs `first` to `first + BLOCK` of some lines `[N]` of a matrix whose inputs end at `width`.
 
-    Inputs behind the end are zero. Blocks of fp8 come as e4m3, without their scale.
+    Inputs after the end are zero. Blocks of fp8 are returned as e4m3, not multiplied with their scales.
     """
     line = line.to(tl.int64)
     if (FORMAT == NVFP4) | (FORMAT == MXFP4) | (FORMAT == MXINT4):

@@ -1,8 +1,8 @@
-"""Packed mxfp4 weights as blocks of e4m3, which `kernels.specialized` multiplies: for many rows, before the products.
+"""Expands packed mxfp4 weights to blocks of e4m3, which `kernels.specialized` multiplies, for calls with many rows.
 
-All numbers of a matrix are decoded as `kernels.packed` does it, divided by the scale of their block of 128 × 128, a
-power of two that was found when the weights were packed (`recoding`), and written as `fp8_block128` has them, line by
-line. They are what `recoding.recode` gives, to the bit.
+All numbers of a matrix are decoded as in `kernels.packed`, divided by the scale of their block of 128 × 128, a
+power of two that was computed when the weights were packed (`recoding`), and written in the layout of `fp8_block128`.
+The result equals that of `recoding.recode` bit for bit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels.packed import depends, load_weights
 from tokenyard.experts.fused.kernels.unpacking import E2M1, decode
 
-# The exponent of packing.LEFT_OVER, where a float32 number has it; and that of 1 / x from that of x, a power of two.
+# The exponent of packing.LEFT_OVER, in the bits of a float32. For a power of two x, the bits of 1 / x are INVERSE minus
+# those of x.
 LEFT_OVER = gl.constexpr(int(packing.LEFT_OVER).bit_length() - 1 << 23)
 INVERSE = gl.constexpr(254 << 23)
-# Steps of 128 inputs that a block takes.
+# Steps of 128 inputs that each block computes.
 STEPS = gl.constexpr(4)
 
 
@@ -36,9 +37,9 @@ def expand_matrices(
     packed, out, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """64 lines × 512 inputs of an expert's matrix. Both of its sizes are multiples of 128."""
+    """Expand 64 lines × 512 inputs of an expert's matrix, whose sizes are multiples of 128."""
     if EARLY:
-        depends("wait")  # whoever was launched before may still read what stood in `out`
+        depends("wait")  # kernels launched earlier may still read the memory of `out`
         depends("launch_dependents")
     ALL: gl.constexpr = INPUTS // 128
     UNITS: gl.constexpr = OUTPUTS // 64
@@ -56,7 +57,7 @@ def expand_matrices(
     operand_line = gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
     line = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
-    if GATED:  # gates and ups take turns, 8 and 8
+    if GATED:  # gate and up lines alternate, 8 and 8
         gate = own * 32
         output = line // 8 % 2 * (OUTPUTS // 2) + gate + line // 16 * 8 + line % 8
         block0, block1 = gate // 128, (OUTPUTS // 2 + gate) // 128

@@ -1,12 +1,12 @@
-"""What stands between products of e4m3: numbers as sums of two e4m3 numbers, or, where the layer says so, as codes.
+"""The activation between products of e4m3: as sums of two e4m3 numbers, or, with an inner format, as e4m3 codes.
 
-Tensor cores multiply both with e4m3 weights as they are. (Where a layer wants codes, and weights are no e4m3, numbers
-are rounded to those that codes stand for: `round_numbers`.) Codes are those of `formats.Fp8Block128`, to the bit: e4m3
-with a scale for 128 columns of a row. Two e4m3 numbers are closer:
+Tensor cores can multiply both with e4m3 weights. (If a layer has an inner format and weights that are not e4m3, numbers
+are rounded to the values of codes: `round_numbers`.) Codes equal those of `formats.Fp8Block128` bit for bit: e4m3 with
+a scale for 128 columns of a row. The sum of two e4m3 numbers is more precise:
 
 A bf16 number has 8 significant bits, an e4m3 number 4. The scale of 128 columns of a row is the smallest power of two
-for which the largest of them, divided by it, is at most 448. Of a number so divided, the first four bits are
-`high`, and the rest, rounded to four bits, is `low`; where that is below 2^-6, in which e4m3 has fewer bits, all of it
+for which the largest of them, divided by it, is at most 448. Of a number divided by the scale, the first four bits are
+`high`, and the rest, rounded to four bits, is `low`. If the number is below 2^-6, where e4m3 has fewer bits, all of it
 is `low`:
 
     number ≈ scale · (high + low)
@@ -25,21 +25,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 from tokenyard.experts.fused.kernels.row_blocks import permute_inputs, places_of
 
-# How `inner` is held: as numbers of its own type, as pairs of e4m3 numbers, or as codes, whose scales may be powers of
-# two.
+# How `inner` is held: as numbers of its own dtype, as pairs of e4m3 numbers, as codes, or as codes with scales that are
+# powers of two.
 NUMBERS = tl.constexpr(0)
 FP8_SPLIT = tl.constexpr(1)
 CODES = tl.constexpr(2)
 POWER_CODES = tl.constexpr(3)
 
-# Tiles of so many rows do not load those that are not there. (Shorter ones are waiting for weights anyway.)
+# Tiles of at least this many rows mask loads of rows that do not exist. (Shorter tiles wait for weights anyway.)
 MASKED_FROM = tl.constexpr(64)
 
 
 @triton.jit
 def split(value, AXIS: tl.constexpr):
-    """float32 numbers as e4m3 numbers `high` and `low`, and the scales: one for all numbers along AXIS."""
-    # As integers: NaN is above all.
+    """Split float32 numbers into e4m3 numbers `high` and `low`, with one scale for all numbers along AXIS."""
+    # Compared as integers, so that NaN is the largest.
     largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
     is_finite = largest < 0x7F800000
     largest = tl.minimum(largest, 0x7F800000)
@@ -55,10 +55,10 @@ def split(value, AXIS: tl.constexpr):
 
 @triton.jit
 def quantize(value, AXIS: tl.constexpr, POWERS: tl.constexpr):
-    """float32 numbers in e4m3, and the scales, as `formats.Fp8Block128` has them: one for all numbers along AXIS."""
+    """Quantize float32 numbers to e4m3 as `formats.Fp8Block128` does, with one scale for all numbers along AXIS."""
     largest = tl.max(
         value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS
-    )  # as integers: NaN is above all
+    )  # compared as integers, so that NaN is the largest
     is_nan = largest > 0x7F800000
     largest = tl.maximum(tl.minimum(largest, 0x7F7FFFFF), 0x2EDBE6FF).to(
         tl.float32, bitcast=True
@@ -75,7 +75,7 @@ def quantize(value, AXIS: tl.constexpr, POWERS: tl.constexpr):
 def store_inner(
     value, place, is_row, column, inner, inner_scales, I: tl.constexpr, AXIS: tl.constexpr, INNER: tl.constexpr
 ):  # fmt: skip
-    """A block of 128 columns of some rows, columns along AXIS, into `inner`: zeros behind column I."""
+    """Store a block of 128 columns of some rows, columns along AXIS, into `inner`; columns from I on are zero."""
     WIDTH: tl.constexpr = (I + 127) // 128 * 128
     ACROSS: tl.constexpr = 1 - AXIS
     c = column * 128 + tl.arange(0, 128)
@@ -100,9 +100,9 @@ def round_numbers(
     numbers, inner, inner_scales, tiles, how_many, max_tiles, num_places,
     I: tl.constexpr, COLUMNS: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Numbers between the products, at all places, rounded to those that their codes stand for, into `inner`.
+    """Round the numbers between the products to the values of their codes, and store them in `inner`.
 
-    Where there is room for scales: the codes themselves, as `kernels.packed_codes` reads them.
+    If `inner_scales` is given, store codes and scales instead, in the order that `kernels.packed_codes` reads.
     """
     if EARLY:
         gdc_wait()
@@ -127,7 +127,7 @@ def round_numbers(
 
 @triton.jit
 def load_split(inner, place, is_row, block, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """A block of 128 columns of some rows `[TILE, 128]`: high and low, whole up to the width."""
+    """Load the high and low parts of a block of 128 columns of some rows, each `[TILE, 128]`."""
     where = inner + place.to(tl.int64)[:, None] * (2 * WIDTH) + (block * 128 + tl.arange(0, 128))[None, :]
     if TILE >= MASKED_FROM:
         high = tl.load(where, mask=is_row[:, None], other=0.0)
@@ -140,7 +140,7 @@ def load_split(inner, place, is_row, block, WIDTH: tl.constexpr, TILE: tl.conste
 def split_dot(weights, high, low, TURNED: tl.constexpr, KIND: tl.constexpr):
     """Weights times rows split in two: outputs × rows if TURNED, else rows × outputs.
 
-    The small ones first: in e4m3 the tensor cores keep fewer bits of a sum than float32 has.
+    The low parts are added first, because for e4m3 the tensor cores keep fewer bits of a sum than float32 has.
     """
     if KIND == tl.float32:  # the interpreter
         weights, high, low = weights.to(KIND), high.to(KIND), low.to(KIND)
@@ -153,7 +153,7 @@ def split_dot(weights, high, low, TURNED: tl.constexpr, KIND: tl.constexpr):
     elif TURNED:
         return tl.dot(weights, tl.trans(high), tl.dot(weights, tl.trans(low)))
     elif high.shape[0] < 128:
-        # Of products in a chain, the compiler spreads the first over the warps in another way, if it is narrow.
+        # In a chain of products, the compiler would give a narrow first one another layout over the warps.
         return tl.dot(low, tl.trans(weights)) + tl.dot(high, tl.trans(weights))
     else:
         return tl.dot(high, tl.trans(weights), tl.dot(low, tl.trans(weights)))
@@ -170,7 +170,7 @@ def split_product(
     acc = tl.zeros([OUT, TILE], tl.float32)
     w_scale = w_scales + (w_line // 128) * w_scale_stride
     row_scale = inner_scales + place.to(tl.int64) * BLOCKS
-    # Scales are loaded a step ahead: they are not part of what the compiler brings early.
+    # Scales are loaded a step ahead, because the compiler does not prefetch them.
     by_output, by_row = tl.load(w_scale), tl.load(row_scale)
     for block in range(BLOCKS):
         later = tl.minimum(block + 1, BLOCKS - 1)

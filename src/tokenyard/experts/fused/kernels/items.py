@@ -1,11 +1,12 @@
-"""Items: what blocks that stay take one after the other, and how their warps tell each other, on Hopper.
+"""The work queue of persistent blocks on Hopper: they take items from a counter, and their warps pass them on.
 
-An item is a tile of rows, and some of the outputs. A block that is done takes the next one from a counter: its loading
-warps do that, while they bring what the item before needs, and tell the warps that multiply.
+An item is a tile of rows × some of the outputs. The loading warps of a block take the next item from the counter while
+they load the data of the current one, and pass its number to the multiplying warps through shared memory.
 
-`take_item` and `hear_item` are of one product. Where a launch computes both, items of the second product stand behind
-those of the first (`place_of`), and of each tile it is counted how much of the first product is stored (`count_item`):
-whoever loads its rows for the second waits for that (`await_tile`), and for nothing else.
+`take_item` and `hear_item` serve launches of one product. If a launch computes both products, the items of the second
+follow those of the first (`place_of`), and a counter per tile says how many items of the first product are stored
+(`count_item`). Before warps load the rows of a tile for the second product, they wait for this counter (`await_tile`),
+and for nothing else.
 """
 
 from __future__ import annotations
@@ -16,54 +17,54 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Younger Tritons have another name for it.
+# Newer versions of Triton have another name for it.
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Product(NamedTuple):
-    """What a product is compiled for. `outputs`: I of the first, H of the second."""
+    """The compile-time constants of a product. `outputs` is I for the first product, H for the second."""
 
     inputs: int
     outputs: int
     experts: int
     top_k: int
     first: bool
-    interleaved: bool  # gates and ups of the first product take turns
+    interleaved: bool  # whether gate and up rows of the first product alternate
     weighted: bool
     finalize: bool
     activation: int
     limit: float
     alpha: float
     shift: float
-    powers: bool  # scales between the products are powers of two
-    tile: int  # the most rows of a tile: 128, or fewer, which are all turned
-    turned: tuple[int, ...]  # tiles of at most so many rows are turned: weights × rows
-    step: int  # what an item makes: 128 columns of gates and ups in the first product, 128 or 256 outputs in the second
-    deep: bool  # 128 outputs: a stage has twice the inputs of half as many
+    powers: bool  # whether scales between the products are powers of two
+    tile: int  # the most rows of a tile: 128, or fewer; then all tiles are turned
+    turned: tuple[int, ...]  # the rows of tiles that are turned: weights × rows
+    step: int  # outputs of an item: 128 columns (gate and up) in the first product, 128 or 256 in the second
+    deep: bool  # whether a stage holds 128 outputs with twice the inputs, instead of 256 outputs
 
 
 class Stages(NamedTuple):
-    """Shared memory: what was brought, and barriers that say so, or that it may be overwritten."""
+    """The pipeline stages in shared memory: loaded data, and barriers that say that a stage is full, or empty again."""
 
     rows0: Any
     rows1: Any
-    weights: Any  # of 256 outputs
+    weights: Any  # weights of 256 outputs
     by_row: Any
     by_output: Any
     full: Any
-    full1: Any  # for the second half of the weights, where sums are apart
+    full1: Any  # like `full`, for the second half of the weights, if they have scales
     empty: Any
-    items: Any  # that were taken, and where they are: a ring of two
+    items: Any  # items that were taken, with their places: a ring of two
     told: Any
     heard: Any
-    stored: Any  # items, by both groups: a ring of two
-    largest: Any  # numbers of the rows of a turned tile, found by each group: a ring of two
+    stored: Any  # barriers that both groups have stored an item: a ring of two
+    largest: Any  # the largest magnitude of each row of a turned tile, by group: a ring of two
     found: Any
 
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The stage behind this one; from the first on again, the barriers' phase is the other."""
+    """The next stage and its phase: after the last stage the first one follows, with the other barrier phase."""
     stage += 1
     wrap = stage == STAGES
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
@@ -71,18 +72,18 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.constexpr_function
 def columns_of(product):
-    """How many items a tile has."""
+    """How many items a tile has: its outputs over `step`."""
     return -(-product.outputs // product.step)
 
 
 @gluon.jit
 def tile_of(routes, item, items, across):
-    """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next.
+    """The expert, first place, row count and column of an item, and the number of its tile.
 
-    The tile's number comes last. Behind the last item there is none.
+    Items are ordered by expert, then by column, then by tile. After the last item, the row count is 0.
     """
     there = item < items
-    near = item // across  # some tile of the same expert
+    near = item // across  # the number of some tile of the item's expert
     first = gl.load(routes.tiles + 3 * routes.max_tiles + near, mask=there, other=0)
     many = gl.load(routes.tiles + 4 * routes.max_tiles + near, mask=there, other=1)
     nth = item - first * across
@@ -97,7 +98,7 @@ def tile_of(routes, item, items, across):
 
 @gluon.jit
 def place_of(routes, item, tiles, FIRST: gl.constexpr, SECOND: gl.constexpr):
-    """What `tile_of` says of an item: those of the first product stand before those of the second."""
+    """What `tile_of` gives, if the items of the first product are followed by those of the second."""
     ACROSS: gl.constexpr = columns_of(FIRST)
     BEHIND: gl.constexpr = columns_of(SECOND)
     own, across, items = item, gl.to_tensor(ACROSS), tiles * ACROSS
@@ -108,8 +109,8 @@ def place_of(routes, item, tiles, FIRST: gl.constexpr, SECOND: gl.constexpr):
 
 @gluon.jit
 def take_item(routes, stages, slot, phase, PRODUCT: gl.constexpr):
-    """The next item that no block has; a number behind the last, if there is none. The other warps are told."""
-    # The sort has set the counters to zero. A block's first item has the block's own number.
+    """Take the next item from the counter (beyond the last, if none is left), and pass it to the multiplying warps."""
+    # The sort has set the counters to zero. The first item of block n is item n, so the counter adds to these.
     counter = routes.how_many + (1 if PRODUCT.first else 2)
     item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
     mbarrier.wait(stages.heard.index(slot), phase)
@@ -122,7 +123,7 @@ def take_item(routes, stages, slot, phase, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def hear_item(stages, slot, phase):
-    """The item that was taken."""
+    """Receive the item that `take_item` took."""
     mbarrier.wait(stages.told.index(slot), phase)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     item = gl.max(stages.items.index(slot).load(ONE), axis=0)
@@ -132,7 +133,7 @@ def hear_item(stages, slot, phase):
 
 @gluon.jit
 def tell_item(stages, slot, phase, item, expert, start, count, column):
-    """Tell the warps that multiply of an item that was taken, and where it is."""
+    """Pass an item and its place to the multiplying warps."""
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     nth = gl.arange(0, 8, layout=NUMBERS)
     told = gl.where(nth == 0, item, gl.where(nth == 1, expert, gl.where(nth == 2, start, count)))
@@ -145,9 +146,9 @@ def tell_item(stages, slot, phase, item, expert, start, count, column):
 
 @gluon.jit
 def uniform(number):
-    """The same number, of which ptxas knows that all threads of a warp have it.
+    """The same number, marked for ptxas as equal in all threads of a warp.
 
-    What depends on it stays in registers that these threads share: else the loops of `specialized` are 20% longer.
+    Values that depend on it then stay in uniform registers; without this, the loops of `specialized` are 20% longer.
     """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
@@ -161,13 +162,13 @@ def uniform(number):
 
 @gluon.jit
 def told_number(told, nth: gl.constexpr):
-    """One of the numbers that were told; none is below zero."""
+    """One of the numbers that `tell_item` passed, none of which is below zero."""
     return uniform(gl.max(gl.where(gl.arange(0, 8, layout=told.type.layout) == nth, told, 0), axis=0))
 
 
 @gluon.jit
 def hear_place(stages, slot, phase):
-    """The item that was taken, and where it is."""
+    """Receive the item, and its place, that `tell_item` passed."""
     mbarrier.wait(stages.told.index(slot), phase)
     told = stages.items.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
     item, expert, start = told_number(told, 0), told_number(told, 1), told_number(told, 2)
@@ -179,9 +180,10 @@ def hear_place(stages, slot, phase):
 
 @gluon.jit
 def count_item(routes, stages, tile, slot, phase):
-    """Count an item of the first product that both groups have stored; the sort has set the counter to zero.
+    """Wait until both groups have stored an item of the first product, and count it for its tile.
 
-    The loading warps do it, while others multiply: a fence waits until all of the GPU sees what was stored.
+    The loading warps do this, so that multiplying warps need not wait until the stores are visible to the whole GPU.
+    The sort has set the counter to zero.
     """
     mbarrier.wait(stages.stored.index(slot), phase)
     gl.atomic_add(routes.tiles + 5 * routes.max_tiles + tile, 1, sem="release")
@@ -189,10 +191,10 @@ def count_item(routes, stages, tile, slot, phase):
 
 @gluon.jit
 def await_tile(routes, tile, ITEMS: gl.constexpr):
-    """Wait until all items of a tile of the first product are stored; TMA sees them then.
+    """Wait until all items of a tile of the first product are stored, and visible to TMA.
 
-    Items are taken in order, by blocks that run, those of the first product before those of the second: whoever has to
-    store one is at work, and waits for nobody.
+    There is no deadlock: items are taken in order, those of the first product before those of the second, and only by
+    running blocks. So every item that is waited for belongs to a block that runs, and that does not wait itself.
     """
     counter = routes.tiles + 5 * routes.max_tiles + tile
     found = gl.atomic_add(counter, 0, sem="acquire")

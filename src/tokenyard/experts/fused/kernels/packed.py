@@ -1,13 +1,13 @@
 """The two products with packed 4-bit weights, on Hopper's tensor cores, in Triton's Gluon dialect.
 
-The weights are the register operand: loaded 16 bytes a thread, several steps ahead, decoded in place by a mask and one
-bf16 operation for two weights (see `tokenyard.experts.fused.kernels.unpacking`). Rows are brought to shared memory by
-asynchronous copies. Tiles have as many columns as they have rows, up to a few widths (`WIDTHS`): one is compiled for
-each.
+The weights are the register operand: each thread loads 16 bytes of them, several steps ahead, and decodes them in place
+with a mask and one bf16 operation for two weights (see `tokenyard.experts.fused.kernels.unpacking`). Rows are copied to
+shared memory asynchronously. A tile is computed with the smallest of a few widths (`WIDTHS`) that holds its rows; the
+loop is compiled for each width.
 
-With few rows each warp multiplies by itself (`mma.sync`), and loads the rows into registers, too. With many, four warps
-do together (`wgmma`), and the tensor cores read the rows from shared memory, which they see by another way than the
-copies do: a fence between the two, and a wait for the products before, are part of each step.
+With few rows each warp multiplies by itself (`mma.sync`), and also loads the rows into registers. With many, four warps
+multiply together (`wgmma`), and the tensor cores read the rows from shared memory through the async proxy. Each step
+therefore has a fence between copies and products, and a wait for the previous products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels.unpacking import INT4, decode
 
-# Younger Tritons have other names for them.
+# Newer versions of Triton have other names for them.
 start_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 meet = getattr(gl, "barrier", None) or gl.thread_barrier
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
@@ -42,7 +42,7 @@ def depends(op: gl.constexpr):
 
 @gluon.constexpr_function
 def scale_elements(kind):
-    """How many numbers hold the scales of two outputs for 128 inputs: bf16 of integers, of e2m1 16 or 32 bits each."""
+    """How many numbers hold the scales of two outputs for 128 inputs: bf16 for int4, 16 or 32 bits for e2m1."""
     return 8 if kind == INT4 else 4
 
 
@@ -59,8 +59,8 @@ def load_weights(
 ):
     """The words and scales of 128 inputs: (words, words, scales, scales) of 64 each, for each group of outputs.
 
-    Those scales are `[T, 4]` of bf16 for integers; for e2m1 they are one tile `[T, 4]` of all 128 inputs, named twice.
-    Behind the last input everything is zero, and so are the weights: no scale, or no code.
+    For int4, each of the two scales is `[T, 4]` of bf16; for e2m1, both are the same tile `[T, 4]` of all 128 inputs.
+    After the last input words and scales are zero, and so the weights are zero.
     """
     T: gl.constexpr = 32 * WARPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -93,7 +93,7 @@ def load_weights(
 def copy_rows(
     buffers, pointers, columns, NB: gl.constexpr, stage: gl.constexpr, step, ok, INPUTS: gl.constexpr
 ):
-    """Start copying 128 inputs of the tile's rows into a stage's buffers; zeros behind the last input."""
+    """Start copying 128 inputs of the tile's rows into a stage's buffers; zeros after the last input."""
     for b in gl.static_range(NB):
         for c in gl.static_range(2):
             mask = ok
@@ -105,7 +105,7 @@ def copy_rows(
 
 @gluon.jit
 def wait_for_products(acc):
-    """All products that were started are done."""
+    """Wait for all products that were started."""
     return hopper.warpgroup_mma_wait(0, acc) if len(acc) > 1 else (hopper.warpgroup_mma_wait(0, acc),)
 
 
@@ -117,7 +117,7 @@ def sigmoid(x):
 
 @gluon.jit
 def activate(gate, up, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr):
-    """The gated activations of `tokenyard.experts.fused.kernels.products`, by their numbers there."""
+    """A gated activation; KIND is its number in `tokenyard.experts.fused.kernels.products`."""
     if KIND == 4:
         gate = gl.minimum(gate, LIMIT, propagate_nan=KEEP_NAN)
         up = gl.minimum(gl.maximum(up, -LIMIT, propagate_nan=KEEP_NAN), LIMIT, propagate_nan=KEEP_NAN)
@@ -134,8 +134,8 @@ def deliver(
     value, place, is_row, n, weights_N, partial_sums, out, out_slots_R, out_stride,
     H: gl.constexpr, TOP_K: gl.constexpr, HAS_OUT_SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Results `[outputs, rows]`: rows with one expert here go weighted into `out`, others into `partial_sums`."""
-    # Eight outputs a thread, where they are neighbors in memory.
+    """Store results `[outputs, rows]`: rows with one expert here weighted into `out`, others into `partial_sums`."""
+    # Each thread stores eight outputs, which are neighbors in memory.
     wide = gl.convert_layout(value.to(partial_sums.dtype.element_ty), STORE)
     n8 = gl.convert_layout(n, gl.SliceLayout(1, STORE))
     place8 = gl.convert_layout(gl.where(is_row, place, 0x7FFFFFFF), gl.SliceLayout(0, STORE))
@@ -156,7 +156,7 @@ def deliver(
 
 @gluon.constexpr_function
 def sums_layout(rows, warps, few):
-    """How sums `[16 · warps, rows]` are spread over threads."""
+    """The register layout of sums `[16 · warps, rows]`."""
     if few:
         return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
@@ -164,7 +164,7 @@ def sums_layout(rows, warps, few):
 
 @gluon.jit
 def nothing(WARPS: gl.constexpr, N: gl.constexpr, FEW: gl.constexpr):
-    """Sums of no products."""
+    """Accumulators that are zero."""
     return gl.zeros([WARPS * 16, N], gl.float32, sums_layout(N, WARPS, FEW))
 
 
@@ -178,7 +178,7 @@ def finish_tile(
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
     NN: gl.constexpr, WARPS: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
-    """What is done with the sums `[16 · WARPS, NN]` of some outputs and rows."""
+    """Finish the sums `[16 · WARPS, NN]` of a product: scale, add the bias, activate or weight, and store them."""
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     LAYOUT: gl.constexpr = sums_layout(NN, WARPS, FEW)
     t = offset + gl.arange(0, NN, layout=gl.SliceLayout(0, LAYOUT))
@@ -223,10 +223,10 @@ def finish_tile(
 
 
 class PackedProduct(NamedTuple):
-    """What a product of packed weights is compiled for, where blocks stay."""
+    """The compile-time constants of a product of packed weights by persistent blocks."""
 
-    kind: int  # of weights, as `kernels.unpacking` calls it
-    spans: int  # with a scale each, in 64 inputs
+    kind: int  # of weights: a constant of `kernels.unpacking`
+    spans: int  # spans (of one scale each) in 64 inputs
     inputs: int
     width: int  # inputs, with the pad
     lines: int  # outputs, with the pad
@@ -246,7 +246,7 @@ class PackedProduct(NamedTuple):
 def finish_rows(
     sums, weights, routes, results, expert, block, start, count, offset, PRODUCT: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
-    """`finish_tile` of 64 outputs and some rows, with arguments in groups."""
+    """Call `finish_tile` for 64 outputs and some rows, with arguments in groups."""
     y = results.inner if PRODUCT.first else results.out
     y_stride = PRODUCT.columns if PRODUCT.first else results.out_stride
     slots_R = results.out_slots_R if results.out_slots_R is not None else routes.order_N
@@ -271,7 +271,7 @@ def tile_product(
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
     GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One tile: 16 · WARPS · GROUPS outputs × up to N0 + N1 rows."""
+    """Compute one tile: 16 · WARPS · GROUPS outputs × up to N0 + N1 rows."""
     STEPS: gl.constexpr = WIDTH // 128
     NB: gl.constexpr = 2 if N1 > 0 else 1
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -295,7 +295,7 @@ def tile_product(
                 ),
             )
     pointers, columns, acc = (), (), ()
-    # Which it is: so the compiler knows that rows can be copied 16 bytes at a time.
+    # The stride is a multiple of 8; this tells the compiler, so that rows are copied 16 bytes at a time.
     x_stride = x_stride // 8 * 8
     for b in gl.static_range(NB):
         t = gl.arange(0, N1 if b else N0, layout=gl.SliceLayout(1, COPY))
@@ -317,13 +317,13 @@ def tile_product(
         for d in gl.static_range(STAGES):
             step = first + d
             early = ()
-            for m in gl.static_range(GROUPS):  # the first half is decoded while the products before still run
+            for m in gl.static_range(GROUPS):  # decoded while the previous products run
                 early = early + (decode(held[4 * m], held[4 * m + 2], 0, KIND, SPANS, WARPS, OPERAND0),)
             if not FEW:
                 acc = wait_for_products(acc)
             async_copy.wait_group(STAGES - 2)
-            meet()  # right behind the wait for copies, or the compiler adds one there
-            if not FEW:  # orders what all threads have copied, which the barrier has told this one of
+            meet()  # right after the wait for copies, or the compiler adds another barrier there
+            if not FEW:  # makes the copies of all threads visible to the tensor cores
                 hopper.fence_async_shared()
             copy_rows(buffers, pointers, columns, NB, (d + STAGES - 1) % STAGES, step + STAGES - 1,
                       step + STAGES - 1 < STEPS, INPUTS)  # fmt: skip
@@ -372,14 +372,14 @@ def packed_product(
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
     GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts. The first: rows gathered, activated into `y`, sorted. The second: delivered."""
+    """One product of all experts: the first gathers rows and stores activations by place, the second delivers."""
     if EARLY:
         if FIRST:
             depends("wait")
         depends("launch_dependents")
     block, tile = gl.program_id(0), gl.program_id(1)
-    # The second product has not waited yet, but the kernel before it has: what the sort wrote is there. All of it is
-    # asked for at once; behind the last tile there is something, but no tile.
+    # The second product has not waited yet, but the kernel before it has waited for the sort, so its output is there.
+    # All loads start at once; after the last tile they give arbitrary values.
     expert = gl.load(tiles + tile)
     start = gl.load(tiles + max_tiles + tile)
     count = gl.load(tiles + 2 * max_tiles + tile)

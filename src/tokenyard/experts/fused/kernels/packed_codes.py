@@ -1,13 +1,14 @@
 """The two products of packed mxfp4 weights and rows of e4m3, on Hopper's tensor cores, in Triton's Gluon dialect.
 
-As in `kernels.packed` the weights are the register operand, but they become e4m3 codes (`decode_codes`), in units of
-their output's largest scale, and rows are codes with a scale for 128 inputs: a product takes half the time of one of
-bf16, and nothing is expanded beforehand. The rows' inputs are permuted within 16 (`packing.code_order`).
+As in `kernels.packed` the weights are the register operand, but they are decoded to e4m3 codes (`decode_codes`), in
+units of their output's largest scale, and rows are codes with a scale for 128 inputs: a product takes half the time of
+one of bf16, without expanding the weights beforehand. The rows' inputs are permuted within 16 (`packing.code_order`).
 
-As in `kernels.specialized` a block stays, and takes items from a counter: 128 outputs × a tile of up to 256 rows. Four
-of its warps bring rows, words and scales to shared memory, 128 inputs a stage (`load_stages`). Two groups of four make
-64 outputs each, 128 rows at a time, and add up every 128 inputs, scaled, in float32 (`multiply_items`): while one group
-decodes and adds, the other multiplies. (64 rows at a time took as long as 128: as long as a register operand takes.)
+As in `kernels.specialized` blocks are persistent, and take items from a counter: 128 outputs × a tile of up to 256
+rows. Four warps of a block load rows, words and scales to shared memory, 128 inputs a stage (`load_stages`). Two groups
+of four warps compute 64 outputs each, 128 rows at a time, and add up the scaled products of each 128 inputs in float32
+(`multiply_items`): while one group decodes and adds, the other multiplies. (Products of 64 rows took as long as those
+of 128, since reading the register operand takes the same time.)
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ from tokenyard.experts.fused.kernels.unpacking import code_operand, decode_codes
 CODES0, CODES1 = (gl.constexpr(codes) for codes in packing.LARGEST_CODES)
 FACTOR0, FACTOR1 = (gl.constexpr(factor) for factor in packing.CODE_FACTORS)
 HELD_POWER = gl.constexpr(packing.E2M1_POWER)
-# What the exponent of a line's factor is smaller by than the byte of its largest scale: codes are raised, and
+# The exponent of a line's factor is the byte of its largest scale minus this, because codes are raised, and
 # `finish_tile` multiplies with LEFT_OVER.
 LOWERED = gl.constexpr(packing.CODES_RAISED + int(packing.LEFT_OVER).bit_length() - 1)
 
 
 class PackedWeights(NamedTuple):
-    """What belongs to the packed matrices of a product, whose words come by TMA."""
+    """The scales and bias of the packed matrices of a product, whose words TMA loads."""
 
     scales: Any
     largest: Any  # the byte of the largest scale of each line
     bias: Any
-    global_scale: Any = None  # those of mxfp4 have none
+    global_scale: Any = None  # mxfp4 has none
     global_factor: Any = None
 
 
 class Stages(NamedTuple):
-    """Shared memory: what was copied, and barriers that say so, or that it may be overwritten."""
+    """The pipeline stages in shared memory: loaded data, and barriers that say that a stage is full, or empty again."""
 
     rows: Any
     row_scales: Any
-    words: Any  # of 64 outputs, and of the next 64
+    words: Any  # words of 64 outputs, and of the next 64
     scales: Any
     full: Any
     empty: Any
-    items: Any  # that were taken: a ring of two
+    items: Any  # items that were taken: a ring of two
     told: Any
     heard: Any
 
@@ -67,7 +68,7 @@ def load_stages(
     x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, stages,
     PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring rows and words by TMA, and scales by copies, 128 inputs a stage."""
+    """Load rows and words by TMA, and scales by copies, 128 inputs a stage, for all items of this block."""
     STEPS: gl.constexpr = PRODUCT.width // 128
     ACROSS: gl.constexpr = (PRODUCT.lines + 127) // 128
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -111,7 +112,7 @@ def load_stages(
 
 @gluon.jit
 def offsets_of(largest):
-    """What the codes of outputs g and g + 8 are counted from, for each thread of a group: `[128, 4]`."""
+    """The offsets of the code tables of outputs g and g + 8, for each thread of a group: `[128, 4]`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     t = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     nth = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -121,14 +122,14 @@ def offsets_of(largest):
 
 @gluon.jit
 def codes_at(stages, stage, offsets, GROUP: gl.constexpr):
-    """A group's weights of a stage as e4m3 codes: of outputs g and g + 8, for 64 inputs, and for the next 64."""
+    """A group's weights of a stage as e4m3 codes: for 64 inputs those of outputs g and g + 8, then for the next 64."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     own = stages.words.index(2 * stage + GROUP)
     low, high = own.slice(0, 16).load(LINES), own.slice(16, 16).load(LINES)
     low = gl.convert_layout(low.reshape([128, 4]), LAYOUT, assert_trivial=True)
     high = gl.convert_layout(high.reshape([128, 4]), LAYOUT, assert_trivial=True)
-    # Four threads have the same outputs, and so the same scales.
+    # Four threads hold weights of the same outputs, so they have the same scales.
     FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [4, 1, 1], [2, 1, 0])
     scales = stages.scales.index(2 * stage + GROUP).load(gl.SliceLayout(1, FOUR))
     scales, _ = gl.broadcast(scales[:, None, :], gl.zeros([32, 4, 4], gl.int16, FOUR))
@@ -140,7 +141,7 @@ def codes_at(stages, stage, offsets, GROUP: gl.constexpr):
 
 @gluon.jit
 def add_scaled(part, scale, acc):
-    """acc + part * scale, where it is written: neither LLVM nor ptxas moves it behind the next wait."""
+    """acc + part * scale, in inline assembly, so that neither LLVM nor ptxas moves it after the next wait."""
     s, _ = gl.broadcast(scale[None, :], part)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, s, acc], dtype=gl.float32, is_pure=False, pack=1
@@ -149,13 +150,13 @@ def add_scaled(part, scale, acc):
 
 @gluon.constexpr_function
 def product_layout(rows):
-    """How sums `[64, rows]` of a group are spread over its threads."""
+    """The register layout of a group's sums `[64, rows]`."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
 
 
 @gluon.jit
 def start_product(codes, stages, stage, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Start to multiply a group's weights with ROWS rows of a stage, from row FIRST on."""
+    """Start the product of a group's weights and ROWS rows of a stage, from row FIRST on."""
     MMA: gl.constexpr = product_layout(ROWS)
     own = gl.convert_layout(codes, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
     turned = stages.rows.index(stage).slice(FIRST, ROWS).permute((1, 0))
@@ -164,7 +165,7 @@ def start_product(codes, stages, stage, FIRST: gl.constexpr, ROWS: gl.constexpr)
 
 @gluon.jit
 def add_product(token, stages, stage, acc, FIRST: gl.constexpr, ROWS: gl.constexpr, OTHERS: gl.constexpr):
-    """acc + a product that was started, scaled; OTHERS that were started behind it may go on."""
+    """Wait for a product, and add it, scaled, to acc; OTHERS products that were started later may still run."""
     part = warpgroup_mma_wait(OTHERS, [token])
     scale = stages.row_scales.index(stage).slice(FIRST, ROWS).load(gl.SliceLayout(0, product_layout(ROWS)))
     return add_scaled(part, scale, acc)
@@ -175,8 +176,8 @@ def multiply_tile(
     weights, routes, results, stages, expert, start, count, column, stage, phase,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group's 64 outputs of a tile of up to RUNS · 64 rows."""
-    # 128 rows, and what is left of them; or 64.
+    """Compute one group's 64 outputs of a tile of up to RUNS · 64 rows."""
+    # Rows of the first accumulator, 128 or 64, and of the second.
     N0: gl.constexpr = 64 if RUNS == 1 else 128
     N1: gl.constexpr = 64 * RUNS - N0
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(N0), 4)
@@ -212,7 +213,7 @@ def finish_codes(
     acc, weights, largest, routes, results, expert, block, start, count, offset,
     PRODUCT: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """What is done with the sums of a group's outputs and some rows, in units of the outputs' largest scales."""
+    """Scale the sums of a group's outputs and some rows by the outputs' largest scales, and finish them."""
     SUMS: gl.constexpr = sums_layout(ROWS, 4, False)
     held = gl.load(largest + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)))
     factor = (gl.maximum(held - LOWERED, 1) << 23).to(gl.float32, bitcast=True)[:, None]
@@ -225,7 +226,7 @@ def multiply_items(
     weights, routes, results, stages,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group's 64 outputs of every item: multiplied, and stored."""
+    """Compute and store one group's 64 outputs of every item of this block."""
     ACROSS: gl.constexpr = (PRODUCT.lines + 127) // 128
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -250,7 +251,7 @@ def packed_codes_product(
     x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, results,
     PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts. The first: activated numbers by place. The second: delivered."""
+    """One product of all experts: the first stores activations by place, the second delivers results."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -267,7 +268,7 @@ def packed_codes_product(
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
-        mbarrier.init(stages.full.index(s), count=129)  # what TMA brings, and 128 threads
+        mbarrier.init(stages.full.index(s), count=129)  # arrivals: one for TMA, and 128 threads' copies
         mbarrier.init(stages.empty.index(s), count=2)
     for s in gl.static_range(2):
         mbarrier.init(stages.told.index(s), count=1)

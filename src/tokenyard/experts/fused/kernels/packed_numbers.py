@@ -1,16 +1,16 @@
 """The two products of packed 4-bit weights and rows of bf16, on Hopper's tensor cores, in Triton's Gluon dialect.
 
-What `kernels.packed` computes, bit for bit, by warps that load and warps that multiply, as `kernels.packed_codes` has
-them. A block stays, and takes items from a counter: 64 · units · groups outputs × a tile of rows.
+It computes what `kernels.packed` does, bit for bit, with specialized warps as in `kernels.packed_codes`. Blocks are
+persistent, and take items from a counter: 64 · units · groups outputs × a tile of rows.
 
-- `load_stages`, four warps: 128 inputs a stage. Words by TMA, scales by copies; rows of the first product, which lie
-  anywhere, by copies, those of the second, which stand one behind the other, by TMA. In the second product they do not
-  wait for the kernel before until the words and scales of all stages are on their way.
-- `multiply_items`, some groups of four warps: each decodes the weights of its own 64 · units outputs into the register
-  operand, 64 inputs at a time, while the tensor cores multiply the 64 inputs before: there are two sets of operand
-  registers, and a wait for the older product alone. The tensor cores add up all inputs.
+- `load_stages` (four warps) loads 128 inputs a stage: words by TMA, and scales by copies. Rows of the first product,
+  which are scattered, are loaded by copies, and those of the second, which are contiguous, by TMA. In the second
+  product the warps start the loads of words and scales of all stages before they wait for the previous kernel.
+- `multiply_items` (groups of four warps): each group decodes the weights of its own 64 · units outputs into the
+  register operand, 64 inputs at a time, while the tensor cores multiply the previous 64 inputs. There are two sets of
+  operand registers, and a group waits only for the older product. The tensor cores add up all inputs.
 
-A tile has as many columns as it has rows, up to a few widths: one loop is compiled for each.
+A tile is computed with the smallest of a few widths that holds its rows; the loop is compiled for each width.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from tokenyard.experts.fused.kernels.unpacking import decode_pairs, pair_operand
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: what `tile_configs.NumbersTileConfig` says."""
+    """The tiles of a product, from `tile_configs.NumbersTileConfig`."""
 
-    groups: int  # of four warps that multiply
-    units: int  # of 64 outputs, for each group
+    groups: int  # groups of four warps that multiply
+    units: int  # units of 64 outputs for each group
     widths: tuple[tuple[int, int], ...]  # rows of a tile, in one or two accumulators
-    run: int  # rows that are brought together
+    run: int  # rows that are loaded together
     stages: int
 
 
 class Stages(NamedTuple):
-    """Shared memory: what was brought, and barriers that say so, or that it may be overwritten."""
+    """The pipeline stages in shared memory: loaded data, and barriers that say that a stage is full, or empty again."""
 
-    rows: Any  # 64 inputs, and the next 64
-    words: Any  # of 64 outputs, and of the next
+    rows: Any  # rows for 64 inputs, and for the next 64
+    words: Any  # words of 64 outputs, and of the next
     scales: Any
     full: Any
     empty: Any
-    items: Any  # that were taken: a ring of two
+    items: Any  # items that were taken: a ring of two
     told: Any
     heard: Any
 
 
 @gluon.constexpr_function
 def units_of(tiles):
-    """How many times 64 outputs an item has."""
+    """How many units of 64 outputs an item has."""
     return tiles.groups * tiles.units
 
 
 @gluon.constexpr_function
 def across_of(product, tiles):
-    """How many items a tile has."""
+    """How many items a tile has along its outputs."""
     return -(-product.lines // (64 * tiles.groups * tiles.units))
 
 
@@ -83,13 +83,13 @@ def most_rows(tiles):
 
 @gluon.constexpr_function
 def room_for(rows):
-    """Rows of a tile, rounded up to a power of two: shared memory has no other sizes."""
+    """Rows of a tile, rounded up to a power of two, as shapes in shared memory must be."""
     return 1 << (rows - 1).bit_length()
 
 
 @gluon.constexpr_function
 def runs_of(tiles):
-    """How many runs of rows a tile has, at most."""
+    """The most runs of rows of a tile."""
     return -(-sum(tiles.widths[-1]) // tiles.run)
 
 
@@ -97,7 +97,7 @@ def runs_of(tiles):
 def load_weights(
     w_descriptor, weights, stages, stage, unit, step, is_last, PRODUCT: gl.constexpr, TILES: gl.constexpr
 ):
-    """Bring the words and scales of an item, for 128 inputs: all but those behind the last outputs of an expert."""
+    """Load the words and scales of an item for 128 inputs, except those after the last outputs of an expert."""
     STEPS: gl.constexpr = PRODUCT.width // 128
     UNITS: gl.constexpr = units_of(TILES)
     # Units of the last item of a tile.
@@ -131,7 +131,7 @@ def load_weights(
 
 @gluon.jit
 def gather_rows(rows, lines, stages, stage, step, count, PRODUCT: gl.constexpr, TILES: gl.constexpr):
-    """Copy 128 inputs of a tile's rows from the lines where they stand; zeros behind the last row and input."""
+    """Copy 128 inputs of a tile's rows from their lines in memory; zeros after the last row and input."""
     RUN: gl.constexpr = TILES.run
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, RUN, layout=gl.SliceLayout(1, COPY))
@@ -149,7 +149,7 @@ def gather_rows(rows, lines, stages, stage, step, count, PRODUCT: gl.constexpr, 
 
 @gluon.jit
 def fetch_rows(x_descriptor, stages, stage, start, step, count, TILES: gl.constexpr):
-    """Bring 128 inputs of a tile's rows, which stand one behind the other, by TMA; zeros behind the last input."""
+    """Load 128 inputs of a tile's rows, which are contiguous, by TMA; zeros after the last input."""
     RUN: gl.constexpr = TILES.run
     RUNS: gl.constexpr = runs_of(TILES)
     bar = stages.full.index(stage)
@@ -166,7 +166,7 @@ def load_stages(
     x_descriptor, w_descriptor, rows, weights, routes, stages,
     PRODUCT: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Bring rows, words and scales, 128 inputs a stage."""
+    """Load rows, words and scales, 128 inputs a stage, for all items of this block."""
     STEPS: gl.constexpr = PRODUCT.width // 128
     ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
     UNITS: gl.constexpr = units_of(TILES)
@@ -183,7 +183,7 @@ def load_stages(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
     expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
-    ahead = gl.to_tensor(0)  # stages whose weights are on their way
+    ahead = gl.to_tensor(0)  # stages whose weights are being loaded already
     if AHEAD > 0:
         unit = expert * (PRODUCT.lines // 64) + column * UNITS
         for step in range(gl.where(item < items, AHEAD, 0)):
@@ -192,7 +192,7 @@ def load_stages(
             )
             async_copy.mbarrier_arrive(stages.full.index(step), increment_count=False)
         ahead += AHEAD
-        depends("wait")  # rows come from the kernel before, weights do not
+        depends("wait")  # the previous kernel makes the rows, not the weights
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
@@ -200,7 +200,7 @@ def load_stages(
         lines = ()
         if PRODUCT.first:
             for n in gl.static_range(RUNS):
-                # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
+                # Offsets in units of 16 bytes fit into 32 bits. Pointers are computed at each step, to save registers.
                 place = start + gl.minimum(r + n * RUN, count - 1)
                 lines = lines + (lines_of(rows, routes, place, PRODUCT.top_k) * (rows.stride // 8),)
         unit = expert * (PRODUCT.lines // 64) + column * UNITS
@@ -231,10 +231,10 @@ def words_at(stages, stage, UNIT: gl.constexpr, HALF: gl.constexpr, PRODUCT: gl.
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     words = stages.words[UNIT].index(stage).slice(16 * HALF, 16).load(LINES)
     words = gl.convert_layout(words.reshape([128, 4]), LAYOUT, assert_trivial=True)
-    # Four threads have the same outputs, and so the same scales.
+    # Four threads hold weights of the same outputs, so they have the same scales.
     FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [4, 1, 1], [2, 1, 0])
     scales = stages.scales[UNIT].index(stage)
-    if PRODUCT.kind == INT4:  # those of e2m1 are of all 128 inputs
+    if PRODUCT.kind == INT4:  # a tile of e2m1 scales is for all 128 inputs
         scales = scales.slice(4 * HALF, 4, dim=1)
     scales = scales.load(gl.SliceLayout(1, FOUR))
     scales, _ = gl.broadcast(scales[:, None, :], gl.zeros([32, 4, 4], scales.dtype, FOUR))
@@ -243,7 +243,7 @@ def words_at(stages, stage, UNIT: gl.constexpr, HALF: gl.constexpr, PRODUCT: gl.
 
 @gluon.jit
 def wait_for_older(sums, STARTED: gl.constexpr):
-    """All products are done but those STARTED last."""
+    """Wait for all products except the STARTED last ones."""
     return warpgroup_mma_wait(STARTED, sums) if len(sums) > 1 else (warpgroup_mma_wait(STARTED, sums),)
 
 
@@ -252,7 +252,7 @@ def multiply_tile(
     weights, routes, results, stages, expert, start, count, column, stage, phase,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
 ):  # fmt: skip
-    """One group's outputs of a tile of up to N0 + N1 rows."""
+    """Compute one group's outputs of a tile of up to N0 + N1 rows."""
     STEPS: gl.constexpr = PRODUCT.width // 128
     UNITS: gl.constexpr = units_of(TILES)
     STAGES: gl.constexpr = TILES.stages
@@ -267,7 +267,7 @@ def multiply_tile(
                 gl.zeros([64, N1 if b else N0], gl.float32, sums_layout(N1 if b else N0, 4, False)),
             )
     mbarrier.wait(stages.full.index(stage), phase)
-    if PRODUCT.first:  # tensor cores see by another way what was copied
+    if PRODUCT.first:  # makes copied rows visible to the tensor cores
         fence_async_shared()
     words, scales = words_at(stages, stage, GROUP * MINE, 0, PRODUCT)
     pairs = decode_pairs(words, scales, 0, PRODUCT.kind, PRODUCT.spans)
@@ -287,19 +287,20 @@ def multiply_tile(
                     after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
                 else:
                     after = after + (sums[m],)
-            # Behind the first product nothing is older: but what follows is not moved before it, either.
+            # After the first product there is no older one, but the wait also keeps later code from moving before it.
             sums = wait_for_older(after, PARTS)
             if n < 2 * MINE - 1:
                 words, scales = words_at(stages, stage, GROUP * MINE + (n + 1) // 2, (n + 1) % 2, PRODUCT)
-            else:  # of the next stage, while the last product of this one goes on
+            else:  # words of the next stage, while the last product of this one runs
                 mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
                 if PRODUCT.first:
                     fence_async_shared()
                 words, scales = words_at(stages, coming, GROUP * MINE, 0, PRODUCT)
             pairs = decode_pairs(words, scales, (n + 1) % 2, PRODUCT.kind, PRODUCT.spans)
-        # A branch, and no more: ptxas would decode behind the next wait, where nothing else goes on.
+        # This wait returns at once. Its branch keeps ptxas from moving the decoding after the next wait, where nothing
+        # would overlap with it.
         mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
-        # None may go on around the loop: ptxas would let each of them wait for the one before.
+        # No product may run across the loop's end: ptxas would make each product wait for the previous one.
         sums = wait_for_older(sums, 0)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = coming, coming_phase
@@ -314,7 +315,7 @@ def multiply_tile(
 
 @gluon.jit
 def pass_by(stages, stage, phase, PRODUCT: gl.constexpr, TILES: gl.constexpr):
-    """Let an item go that has no outputs for this group."""
+    """Release the stages of an item that has no outputs for this group."""
     for _ in range(PRODUCT.width // 128):
         mbarrier.wait(stages.full.index(stage), phase)
         mbarrier.arrive(stages.empty.index(stage))
@@ -326,7 +327,7 @@ def pass_by(stages, stage, phase, PRODUCT: gl.constexpr, TILES: gl.constexpr):
 def multiply_items(
     weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr
 ):
-    """One group's outputs of every item: multiplied, and stored."""
+    """Compute and store one group's outputs of every item of this block."""
     ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
     UNITS: gl.constexpr = units_of(TILES)
     WIDTHS: gl.constexpr = TILES.widths
@@ -361,7 +362,7 @@ def multiply_items(
 
 @gluon.constexpr_function
 def sum_of(runs):
-    """The rows of one or two runs."""
+    """The rows of one or two accumulators."""
     return runs[0] + runs[1]
 
 
@@ -370,7 +371,7 @@ def packed_numbers_product(
     x_descriptor, w_descriptor, rows, weights, routes, results,
     PRODUCT: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts. The first: rows gathered, activated by place. The second: delivered."""
+    """One product of all experts: the first gathers rows and stores activations by place, the second delivers."""
     STAGES: gl.constexpr = TILES.stages
     UNITS: gl.constexpr = units_of(TILES)
     E: gl.constexpr = scale_elements(PRODUCT.kind)
@@ -379,7 +380,7 @@ def packed_numbers_product(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     SCALE: gl.constexpr = weights.scales.dtype.element_ty
-    # Each apart: Triton lets the loading warps meet between two that are written to the same piece of memory.
+    # Separate allocations, because Triton adds a barrier of the loading warps between two copies to the same one.
     rows_of, words, scales = (), (), ()
     for _ in gl.static_range(2):
         room = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROOM, 64], gl.NVMMASharedLayout(128, 16, 2))
@@ -399,7 +400,7 @@ def packed_numbers_product(
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
-        # Words by TMA, and what 128 threads copy; rows by TMA.
+        # Arrivals: one for words by TMA, and 128 threads' copies; in the second product, one for rows by TMA.
         mbarrier.init(stages.full.index(s), count=129 if PRODUCT.first else 130)
         mbarrier.init(stages.empty.index(s), count=TILES.groups)
     for s in gl.static_range(2):

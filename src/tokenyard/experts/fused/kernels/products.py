@@ -1,15 +1,16 @@
-"""The two products of an expert, turned: outputs × rows, so that few rows make a narrow tile and not a wasted one.
+"""Both products of an expert as outputs × rows (turned), so that a tile of few rows is narrow and wastes nothing.
 
     inner  = activation(W13 · x + b13)            rows gathered by index, gate and up in one tile
-    result = weight · (W2 · inner + b2)           where it belongs, or kept for the sum over a row's experts
+    result = weight · (W2 · inner + b2)           into `out`, or into `partial_sums` for the sum over a row's experts
 
-A tile of outputs holds gate and up of the same columns, 8 and 8 in turn, which a thread finds in its own registers.
-Between products with weights in blocks of e4m3, `inner` holds pairs or codes of e4m3
-(`fp8_split`); else numbers of 16 or 32 bits.
+A tile of outputs holds gate and up of the same columns, 8 and 8 alternating, so that a thread has both in its own
+registers. With weights in blocks of e4m3, `inner` holds pairs of e4m3 numbers, or e4m3 codes (`fp8_split`); else it
+holds numbers of 16 or 32 bits.
 
-**The sum.** The result of a row that one expert takes is written where it belongs. Of a row that several take, each
-result goes to `partial_sums`, by pair: rounded to the type of the rows, not weighted yet. Then `summing` adds them up.
-(To let the block that comes last add them up here, with a count for each row, was not faster for any number of rows.)
+**The sum.** The result of a row that one expert takes is weighted and written to `out`. If several experts take a row,
+each result is written to `partial_sums`, by pair, rounded to the type of the rows and not weighted. Then `summing` adds
+them up. (Letting the last block of a row add them up here, with a counter per row, was not faster for any number of
+rows.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def activate(
     gate, up, KIND: tl.constexpr, GATED: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The activation of float32 numbers. What is NaN stays NaN: a GPU's min and max drop it, unless told otherwise."""
+    """The activation of float32 numbers. NaN stays NaN, for which min and max need `propagate_nan`."""
     if KIND == SWIGLU_CLAMPED:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -60,7 +61,7 @@ def activate(
 
 @triton.jit
 def block_part(left, right, KIND: tl.constexpr):
-    """The product of a block of inputs alone, lines of one with lines of the other. Tensor cores take e4m3 as it is."""
+    """The product of one block of inputs, lines of `left` × lines of `right`. Tensor cores multiply e4m3 directly."""
     if KIND == tl.float32:
         return tl.dot(left.to(KIND), tl.trans(right.to(KIND)), input_precision="ieee")
     else:
@@ -75,15 +76,15 @@ def block_product(
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of an expert `[OUT]` × some rows `[TILE]`, float32. All of them exist: nothing is masked."""
+    """The product of some outputs of an expert and some rows, float32 `[OUT, TILE]`. All lines must exist."""
     EVEN: tl.constexpr = INPUTS % BLOCK == 0
-    # Both in e4m3: the tensor cores take them as they are.
+    # Both are e4m3, which the tensor cores multiply directly.
     NARROW: tl.constexpr = (ROWS == FP8_BLOCK) & (WEIGHTS == FP8_BLOCK) & (KIND != tl.float32)
     BOTH_FP8: tl.constexpr = (ROWS == FP8_BLOCK) & (WEIGHTS == FP8_BLOCK)
-    # With many rows a second sum, for a block alone, has no room: the weights are scaled, and rounded once more.
+    # With many rows there are no registers for a second sum, of one block, so weights are scaled and rounded again.
     FOLDED: tl.constexpr = (WEIGHTS == FP8_BLOCK) & (ROWS != FP8_BLOCK) & (TILE > 16)
     acc = tl.zeros([OUT, TILE], tl.float32)
-    # Scales of blocks are loaded a step ahead: they are not part of what the compiler brings early.
+    # Scales of blocks are loaded a step ahead, because the compiler does not prefetch them.
     if WEIGHTS == FP8_BLOCK:
         w_scale = w_scales + (w_line // 128) * w_scale_stride
         by_output = tl.load(w_scale)
@@ -107,7 +108,7 @@ def block_product(
             a = a.to(tl.float32) * by_output[:, None]
             by_output = next_by_output
         if not NARROW:
-            # By way of float32: from e4m3 to bf16 directly is an instruction for each, at a sixteenth of the rate.
+            # Through float32: the direct conversion from e4m3 to bf16 has a sixteenth of the rate.
             a, b = a.to(tl.float32).to(KIND), b.to(KIND)
         if (WEIGHTS == FP8_BLOCK) & (not FOLDED):
             part = block_part(a, b, KIND)
@@ -132,10 +133,7 @@ def two_block_product(
     INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`block_product` of rows and weights in blocks of e4m3, two blocks a step: neighbors in memory come together.
-
-    The number of blocks is even.
-    """
+    """`block_product` for rows and weights in blocks of e4m3, two adjacent blocks a step. Their number is even."""
     BLOCKS: tl.constexpr = INPUTS // 128
     acc = tl.zeros([OUT, TILE], tl.float32)
     w_scale = w_scales + (w_line // 128) * w_scale_stride
@@ -163,16 +161,16 @@ def two_block_product(
 
 @triton.jit
 def global_scale(weights, expert, output, OUTPUTS: tl.constexpr):
-    """What the products of some outputs are multiplied with: the two halves of a matrix have their own."""
+    """The factor of the products of some outputs; the two halves of a matrix have their own global scales."""
     half = expert * 2 + (output >= (OUTPUTS + 1) // 2).to(tl.int64)
     return tl.load(weights.global_factor + half) / tl.load(weights.global_scale + half)
 
 
 @triton.jit
 def rows_of(rows, routes, start, count, TILE: tl.constexpr, TOP_K: tl.constexpr):
-    """The places of a tile's rows, which of them are rows, their pairs, and the lines where they stand."""
+    """For each row of a tile: its place, whether it exists, its pair, and its line in memory."""
     t = tl.arange(0, TILE)
-    place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
+    place = start + tl.minimum(t, count - 1)  # after the last row, results are computed but not stored
     pair = unsigned(tl.load(routes.order_N + place))
     line = pair // TOP_K
     if rows.slots_R is not None:
@@ -185,7 +183,7 @@ def inner_tile(
     x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the first product, activated, into `inner` at the places of `order_N`."""
+    """Compute one tile of the first product, activate it, and store it in `inner` at the places of `order_N`."""
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
     OUT: tl.constexpr = TILES.out
@@ -250,7 +248,7 @@ def inner_tile(
 
 @triton.jit
 def deliver(value, place, is_row, n, is_output, routes, results, LAYER: tl.constexpr):
-    """Results `[OUT, TILE]`: rows with one expert here go weighted into `out`, others into `partial_sums`."""
+    """Store results `[OUT, TILE]`: rows with one expert here weighted into `out`, others into `partial_sums`."""
     partial_sums, out = results.partial_sums, results.out
     pair = unsigned(place)
     row = pair // LAYER.top_k
@@ -274,7 +272,7 @@ def result_tile(
     x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the second product, delivered."""
+    """Compute one tile of the second product, and store its results (`deliver`)."""
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
     OUT: tl.constexpr = TILES.out

@@ -1,11 +1,11 @@
-"""Rows of mxfp8 as rows of fp8_block128: e4m3 with a scale for 128 inputs, which tensor cores multiply as they are.
+"""Recodes rows of mxfp8 to fp8_block128: e4m3 with a scale for 128 inputs, which tensor cores multiply directly.
 
-`decode_rows` gives them as bf16 numbers instead, for weights that are multiplied with those: exactly.
+`decode_rows` decodes them to bf16 instead, exactly, for weights that are multiplied in bf16.
 
-The scale of 128 inputs is the largest of their spans' that are not all zero; a code whose own scale is smaller by 2^d
-becomes the code of its number times 2^-d, rounded to the nearest. e4m3 has four bits down to 2^-6 and steps of 2^-9
-below: what is rounded at all changes by at most 2^-10 of the scale. Rows are encoded so that the largest code of a span
-is at least 224, and that of the 128 stays as it is: so no number changes by more than 2^-17.8 of the largest of them.
+The scale of 128 inputs is the largest scale of their spans that are not all zero. The codes of a span whose scale is
+smaller by 2^d are multiplied by 2^-d and rounded to the nearest code. e4m3 has four bits down to 2^-6 and steps of 2^-9
+below, so a number changes by at most 2^-10 of the scale. In rows of mxfp8 the largest code of a span is at least 224,
+and the largest of the 128 stays the same: no number changes by more than 2^-17.8 of the largest of them.
 Where NaN or an infinity is among the 128, the scale is NaN. Rows for `kernels.packed_codes` have their inputs permuted.
 """
 
@@ -17,13 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import e8m0_to_float32
 
-# No code is so large that anything is left of it after so many halvings.
+# Every code is rounded to zero after this many halvings.
 MOST_HALVINGS = tl.constexpr(24)
 
 
 @triton.jit
 def without_sign(number):
-    """The bits of float32 numbers but for their signs: as integers, infinity is above all numbers, and NaN above it."""
+    """The bits of float32 numbers without signs, as integers: infinity is above all numbers, and NaN above infinity."""
     return number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -35,7 +35,7 @@ def permute_inputs(codes, COLUMNS: tl.constexpr):
 
 @triton.jit
 def recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H: tl.constexpr, COLUMNS: tl.constexpr):
-    """A part of one row: codes of fp8_block128, and the scales of its blocks."""
+    """Recode a part of one row: returns codes of fp8_block128, and the scales of its blocks."""
     BLOCKS: tl.constexpr = COLUMNS // 128
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
@@ -59,7 +59,7 @@ def recode_rows(
     x, x_scales, slots_R, blocks, block_scales, num_rows, x_stride, x_scale_stride,
     H: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows one after the other, whole blocks wide: every block of threads takes parts of rows in turn."""
+    """Recode rows into contiguous ones, padded to whole blocks; each thread block loops over parts of rows."""
     if EARLY:
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
@@ -76,8 +76,8 @@ def recode_rows(
         block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
         tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=block < WIDTH // 128)
     if EARLY:
-        # Rows and slots were there before the sort, whose results are none of ours: but whoever waits for this kernel
-        # alone reads them.
+        # Rows and slots are older than the sort, and this kernel does not read the sort's results. But later kernels,
+        # which wait only for this one, do: so this one must not end before the sort.
         gdc_wait()
 
 
@@ -87,7 +87,7 @@ def place_rows(
     x_scale_stride,
     H: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The row of every place of `order_N`, permuted, as `kernels.packed_codes` reads it; scales by block and place."""
+    """Recode the row of every place of `order_N`, permuted for `kernels.packed_codes`; scales by block and place."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -109,7 +109,7 @@ def place_rows(
 
 @triton.jit
 def places_of(tiles, how_many, max_tiles):
-    """How many places of `order_N` are taken."""
+    """The number of pairs in `order_N`: the end of the last tile."""
     last = tl.load(how_many) - 1
     places = tl.load(tiles + max_tiles + last, mask=last >= 0, other=0)
     return places + tl.load(tiles + 2 * max_tiles + last, mask=last >= 0, other=0)
@@ -120,7 +120,7 @@ def decode_rows(
     x, x_scales, slots_R, numbers, num_rows, x_stride, x_scale_stride,
     H: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows one after the other, as numbers: every block of threads takes parts of rows in turn."""
+    """Decode rows into contiguous rows of numbers; each thread block loops over parts of rows."""
     if EARLY:
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
@@ -138,4 +138,4 @@ def decode_rows(
         value = tl.reshape(value, [COLUMNS]).to(numbers.dtype.element_ty)
         tl.store(numbers + row * H + column, value, mask=column < H)
     if EARLY:
-        gdc_wait()  # as above
+        gdc_wait()  # as in `recode_rows`

@@ -1,8 +1,8 @@
-"""The first product for many rows: rows × outputs, gate and up in sums of their own.
+"""The first product for many rows, as rows × outputs, with separate sums for gate and up.
 
-Turned, as in `products`, a thread has many rows of a tile in its registers, and would need the scale of each. Here it
-has a few rows and many outputs, which share a scale: so blocks of e4m3 with their scales leave room for a tile of
-128 rows × 256 outputs, and the tile's size is what a GPU's level-2 cache is asked for.
+In a turned product (`products`) a thread has many rows of a tile in its registers, and would need the scale of each.
+Here it has a few rows and many outputs, which share a scale. Blocks of e4m3 with their scales therefore leave room for
+a tile of 128 rows × 256 outputs, and the larger the tile, the less is read from the level-2 cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def load_rows(
     x, x_scales, x_line, is_row, first, width, x_stride, x_scale_stride,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile` of rows, of which a long tile loads those alone that are there: the others are zero."""
+    """`load_tile` for rows; tiles of many rows load only the rows that exist, and the others are zero."""
     if TILE >= MASKED_FROM:
         column = first + tl.arange(0, BLOCK)
         where = x + x_line.to(tl.int64)[:, None] * x_stride + column[None, :]
@@ -36,10 +36,10 @@ def load_rows(
 
 @triton.jit
 def block_scale(by_row, scales, output, first, stride, LAST: tl.constexpr, EDGE: tl.constexpr):
-    """The scales of rows `[TILE, 1]` times that of 128 columns of weights, from an output on.
+    """The scales of rows `[TILE, 1]` times those of 128 columns of weights, from `output` on.
 
-    The first EDGE columns lie in one block of outputs, the others in the next. The edge is a constant, so that a thread
-    knows on what side its columns are: a scale of each column would take too many registers.
+    The first EDGE columns are in one block of outputs, the others in the next. EDGE is a compile-time constant, so that
+    a thread knows the block of its columns: a scale for each column would take too many registers.
     """
     line = output // 128
     near = by_row * tl.load(scales + line * stride + first // 128)
@@ -55,7 +55,7 @@ def rows_first_tile(
     x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the first product, activated, into `inner` at the places of `order_N`."""
+    """Compute one tile of the first product, activate it, and store it in `inner` at the places of `order_N`."""
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
     KIND: tl.constexpr = LAYER.kind
@@ -67,7 +67,7 @@ def rows_first_tile(
     place, is_row, pair, line = rows_of(rows, routes, start, count, TILE, LAYER.top_k)
     c = column * COLUMNS + tl.arange(0, COLUMNS)
     if I % COLUMNS == 0:
-        i = c  # lines at equal distances: one address is enough for all
+        i = c  # lines at equal distances, for which one address is enough
     else:
         i = tl.minimum(c, I - 1)
     if LAYER.interleaved:
@@ -80,7 +80,7 @@ def rows_first_tile(
     GATE_EDGE: tl.constexpr = 64 if LAYER.interleaved else 128
     UP_EDGE: tl.constexpr = 64 if LAYER.interleaved else 128 - I % 128
     LAST: tl.constexpr = (2 * I - 1) // 128
-    # By a reduction, whose result the compiler keeps: what it can compute again, it does, and runs out of registers.
+    # The compiler keeps the result of a reduction; anything cheaper it would recompute, and run out of registers.
     first_gate, first_up = tl.min(gates, axis=0), tl.min(ups, axis=0)
     expert = expert.to(tl.int64)
     w = weights.data + expert * (2 * I * W_STRIDE)

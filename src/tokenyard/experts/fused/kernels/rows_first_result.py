@@ -1,7 +1,7 @@
-"""The second product for many rows: rows in pairs or codes of e4m3 × outputs, 128 and 128 in sums of their own.
+"""The second product for many rows of e4m3 (pairs or codes), as rows × outputs, with two sums of 128 outputs each.
 
-As in `rows_first`, a thread has a few rows and many outputs, which share a scale. Two sums and the product of a block
-for one of them at a time leave room for a tile of 128 rows × 256 outputs.
+As in `rows_first`, a thread has a few rows and many outputs, which share a scale. The registers hold two sums, and the
+product of one block for one of them, of a tile of 128 rows × 256 outputs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def rows_first_result_tile(
     x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the second product, delivered."""
+    """Compute one tile of the second product, and store its results (`deliver_rows`)."""
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
     KIND: tl.constexpr = LAYER.kind

@@ -1,14 +1,15 @@
-"""Row metadata, made on the device: pairs sorted by expert, and the tiles that the products are cut into.
+"""Sorts pairs by expert on the device, and cuts them into the tiles of the products.
 
-A pair is a received row and one of its choices, `row * top_k + choice`; those without an expert here (-1) are left
-out. `order_N` holds the pairs by expert, and by their own order within an expert; a pair p whose row has other experts
-here stands as ~p, below zero. A tile is at most TILE pairs of one expert: `tiles` holds its expert, its first place in
-`order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, and a zero, from which it is
-counted how much of the tile is done: one line of int32 for each of the six. `how_many` is the number of tiles. Behind
-that stand two counters, zero, from which blocks take what they compute. Nothing of this is read by the host.
+A pair is a received row and one of its choices, `row * top_k + choice`; those without an expert here (-1) are left out.
+`order_N` holds the pairs sorted by expert, and in ascending order within an expert; a pair p whose row has other
+experts on this rank is stored as ~p, which is negative. A place is an index into `order_N`. A tile is at most TILE
+pairs of one expert. `tiles` has six lines of int32, with an entry for each tile: its expert, its first place, its
+number of pairs, the first tile of its expert, the number of tiles of its expert, and a counter of finished items, which
+is set to zero. `how_many` is the number of tiles, followed by two counters, set to zero, from which blocks take items.
+The host reads none of this.
 
-Short batches take one launch, in which each block counts everything, and places the pairs of one expert. Longer ones
-are counted first, chunk by chunk; then a few blocks place the pairs of a chunk.
+A batch of one chunk takes one launch, in which each block counts all pairs, and places those of one expert. For longer
+batches a first launch counts the pairs of each chunk, and in a second one a few blocks place the pairs of each chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Chunks whose counts are read at a time, and tiles that are written.
+# Chunks whose counts are read at a time, and tiles that are written at a time.
 LINES = tl.constexpr(16)
 AT_A_TIME = tl.constexpr(32)
 
@@ -28,7 +29,7 @@ def load_chunk(
 ):  # fmt: skip
     """The pairs of a chunk, their experts (-1 where there is none), and whether they are alone in their row.
 
-    A chunk is some whole rows, each as if it had CHOICES pairs, a power of two.
+    A chunk is CHUNK / CHOICES whole rows; CHOICES is TOP_K rounded up to a power of two.
     """
     row = chunk * (CHUNK // CHOICES) + tl.arange(0, CHUNK // CHOICES)
     choice = tl.arange(0, CHOICES)
@@ -43,7 +44,7 @@ def load_chunk(
 
 @triton.jit
 def count_experts(expert, BINS: tl.constexpr):
-    """How many pairs each expert has; the last bin counts those that nobody has."""
+    """How many pairs each expert has; the last bin counts those without an expert on this rank."""
     return tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
 
 
@@ -52,7 +53,7 @@ def count_chunks(
     ids_N, counts_CB, num_rows, EXPERTS: tl.constexpr, BINS: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The counts of each chunk, one block a chunk."""
+    """Count the pairs of each expert in each chunk, one block per chunk."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -63,7 +64,7 @@ def count_chunks(
 
 @triton.jit
 def unsigned(place):
-    """The pair that stands in `order_N`, whether its row has others or not."""
+    """The pair of an entry of `order_N`, which is ~pair if its row has other experts here."""
     return tl.where(place < 0, ~place, place)
 
 
@@ -73,7 +74,7 @@ def sort_pairs(
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Place the pairs of one expert, of a batch of one chunk, and cut them into tiles: one block an expert."""
+    """Sort a batch of one chunk: each block places the pairs of one expert, and cuts them into tiles."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -105,7 +106,7 @@ def sort_pairs(
 
 @triton.jit
 def of_expert(numbers_B, is_expert):
-    """The numbers of some experts, `[n]`."""
+    """The entries of `numbers_B` for some experts, `[n]`, which `is_expert` marks."""
     return tl.sum(tl.where(is_expert, numbers_B[None, :], 0), axis=1)
 
 
@@ -115,7 +116,7 @@ def place_chunks(
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Place the pairs of one chunk and SHARE experts, and some tiles of all. All chunks are counted."""
+    """Place the pairs of one chunk and SHARE experts, and write some of all tiles; `count_chunks` has run before."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -131,7 +132,7 @@ def place_chunks(
     totals = tl.where(bins < EXPERTS, tl.sum(found, axis=0), 0)
     start = tl.cumsum(totals, 0) - totals
     pair, expert, alone = load_chunk(ids_N, num_rows, mine, EXPERTS, TOP_K, CHOICES, CHUNK)
-    # Of four experts at once: a chunk has less than 2^16 pairs.
+    # Four experts are counted in one int64, 16 bits each: a chunk has less than 2^16 pairs.
     first_expert = tl.program_id(1) * SHARE
     shift = ((expert - first_expert) % 4 * 16).to(tl.int64)
     nth = tl.zeros([CHUNK], tl.int32)

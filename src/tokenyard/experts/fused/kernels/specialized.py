@@ -1,21 +1,22 @@
-"""Both products in one launch, on Hopper, in Triton's Gluon dialect: warps that load, and warps that multiply.
+"""Both products in one launch, on Hopper, in Triton's Gluon dialect: some warps load, others multiply.
 
-Of a block's twelve warps four load (`specialized_loads`), and two groups of four multiply. A tile of many rows is
+Four of a block's twelve warps load (`specialized_loads`), and two groups of four multiply. A tile of many rows is
 multiplied as rows × outputs: each group has 64 rows × 256 outputs (`wide_codes`, `wide_numbers`). A tile of few rows is
-turned, weights × rows: each group has 64 + 64 outputs × all rows (`turned_codes`, `turned_numbers`), and takes less
-time than the memory needs to bring the weights.
+turned, weights × rows: each group has 64 + 64 outputs × all rows (`turned_codes`, `turned_numbers`), which takes less
+time than loading the weights from memory.
 
-- Of e4m3 the tensor cores keep fewer bits of a sum than float32 has, so every 128 inputs are added, scaled, in float32:
-  while one group adds, the other multiplies, and no barrier holds both.
-- Of 16-bit numbers the tensor cores add up all inputs.
+- For e4m3 the tensor cores keep fewer bits of a sum than float32 has, so the scaled products of each 128 inputs are
+  added in float32. While one group adds, the other multiplies, and no barrier synchronizes the two.
+- For 16-bit numbers the tensor cores add up all inputs.
 
-Blocks stay, and take items (`items`) in this order: of one expert all rows for some outputs, then for the next ones, so
-that weights are found in the level-2 cache; all of the first product, then all of the second. The next item is taken
-when the loads of one end: a block that is slow leaves items to others, and none waits between the products.
+Blocks are persistent, and take items (`items`) in this order: all rows of an expert for some outputs, then for the next
+outputs, so that weights are still in the level-2 cache; all of the first product, then all of the second. A block takes
+its next item when the loads of the current one end, so that slow blocks take fewer items, and no block is idle between
+the products.
 
-Rows that were copied are written to shared memory as ordinary stores are; tensor cores see it by another way. So 16-bit
-rows of wide tiles go from there through registers, and elsewhere a fence stands between copies and products. (Codes
-through registers took 3% more time on one H200, with a fence less.)
+Copies write rows to shared memory through the generic proxy, while tensor cores read it through the async proxy.
+16-bit rows of wide tiles are therefore loaded into registers, and in the other cases a fence separates copies and
+products. (Loading codes into registers, without the fence, took 3% more time on one H200.)
 
 Measured on one H200, warm: with items in turn, and from a counter, V4-Pro's experts with 1,024 tokens a rank took 1,333
 and 1,269 µs, with 8,192 tokens 7,550 and 6,970; V3's 1,020 and 962, 6,550 and 6,250. With a launch for each product,
@@ -49,7 +50,7 @@ from tokenyard.experts.fused.kernels.specialized_stores import homes_of, store_t
 
 @gluon.jit
 def add_scaled(part, scale, acc):
-    """acc + part * scale, where it is written: neither LLVM nor ptxas moves it behind the next wait."""
+    """acc + part * scale, in inline assembly, so that neither LLVM nor ptxas moves it after the next wait."""
     s, _ = gl.broadcast(scale, part)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, s, acc], dtype=gl.float32, is_pure=False, pack=1
@@ -58,7 +59,7 @@ def add_scaled(part, scale, acc):
 
 @gluon.jit
 def turned_operands(stages, stage, GROUP: gl.constexpr, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
-    """A group's 64 + 64 lines of a stage's weights, and for both the rows, turned."""
+    """The operands of a turned tile: a group's 64 + 64 lines of a stage's weights, and the transposed rows of each."""
     low = stages.weights.index(stage).slice(GROUP * 64, 64)
     high = stages.weights.index(stage).slice(128 + GROUP * 64, 64)
     near = stages.rows0.index(stage).slice(0, ROWS).permute((1, 0))
@@ -72,7 +73,7 @@ def turned_operands(stages, stage, GROUP: gl.constexpr, PRODUCT: gl.constexpr, R
 def turned_codes(
     stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of e4m3; of a deep product, the same ones twice."""
+    """A group's two sums `[rows, 64]` of a turned tile of e4m3; in a deep product both are the same sum."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     BY_LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
     NEAR: gl.constexpr = min(PRODUCT.tile, 64)
@@ -108,7 +109,7 @@ def turned_codes(
 def turned_numbers(
     stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
 ):
-    """The same of 16-bit numbers."""
+    """A group's two sums `[rows, 64]` of a turned tile of 16-bit numbers; in a deep product both are the same sum."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     BLOCKS: gl.constexpr = (PRODUCT.inputs + 63) // 64
     acc0 = gl.zeros([64, ROWS], gl.float32, SUMS)
@@ -135,7 +136,7 @@ def turned_numbers(
 def wide_codes(
     rows, stages, stage, phase, count, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Sums `[64, 128]` and `[64, 128]` of a group's rows of e4m3."""
+    """A group's two sums `[64, 128]` of a wide tile of e4m3."""
     BLOCKS: gl.constexpr = PRODUCT.inputs // 128
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -157,7 +158,7 @@ def wide_codes(
             scale1 = scale * stages.by_output.index(stage).slice(1, 1).load(ROW)
             part = warpgroup_mma_wait(0, [token])
             acc0 = add_scaled(part, scale0[:, None], acc0)
-            # A branch: so the next product is not started before `part` is free, and needs no other registers.
+            # The branch of this wait keeps the next product from starting before `part` is free, in other registers.
             mbarrier.wait(full1.index(stage), phase)
             token = warpgroup_mma(own, high, part, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, [token])
@@ -177,9 +178,9 @@ def wide_codes(
 def wide_numbers(
     rows, stages, stage, phase, count, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Sums `[64, 128]` and `[64, 128]` of a group's rows of 16-bit numbers.
+    """A group's two sums `[64, 128]` of a wide tile of 16-bit numbers.
 
-    Each step waits for its product: while one group waits, the other multiplies.
+    Each step waits for its product; while one group waits, the other multiplies.
     """
     BLOCKS: gl.constexpr = (PRODUCT.inputs + 63) // 64
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -210,7 +211,7 @@ def multiply_item(
     rows, weights, routes, results, stages, expert, start, count, column, stage, phase, turn,
     turned: gl.constexpr, wide: gl.constexpr, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group's part of an item, multiplied, and stored: 64 rows × 256 outputs, or few rows × 128."""
+    """Compute and store one group's part of an item: 64 rows × 256 outputs, or few rows × 128 outputs."""
     MOST: gl.constexpr = PRODUCT.turned[-1] if len(PRODUCT.turned) else 0
     for n in gl.static_range(len(PRODUCT.turned)):
         if (count <= PRODUCT.turned[n]) & (count > (PRODUCT.turned[n - 1] if n else 0)):
@@ -238,7 +239,7 @@ def multiply_items(
     rows, weights13, weights2, routes, results, stages, turned: gl.constexpr, wide: gl.constexpr,
     GROUP: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group's part of every item of this block."""
+    """Compute and store one group's part of every item of this block."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
@@ -269,7 +270,7 @@ def specialized_products(
     inner_descriptor, w13_descriptor, w2_descriptor, rows, between, weights13, weights2, routes, results,
     FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Both products of all experts. Of e4m3, both sizes are multiples of 128; of 16-bit numbers, of 8."""
+    """Both products of all experts. H and I must be multiples of 128 for e4m3, and of 8 for 16-bit numbers."""
     KIND: gl.constexpr = rows.data.dtype.element_ty
     BITS: gl.constexpr = KIND.primitive_bitwidth
     TILE: gl.constexpr = FIRST.tile
@@ -298,7 +299,7 @@ def specialized_products(
         found=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
-        mbarrier.init(stages.full.index(s), count=129)  # what TMA brings, and 128 threads
+        mbarrier.init(stages.full.index(s), count=129)  # arrivals: one for TMA, and 128 threads' copies
         mbarrier.init(stages.full1.index(s), count=1)
         mbarrier.init(stages.empty.index(s), count=2)
     for s in gl.static_range(2):

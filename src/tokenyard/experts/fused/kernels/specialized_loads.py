@@ -1,8 +1,8 @@
-"""What the loading warps of `kernels.specialized` do: bring rows, weights and scales to shared memory, and take items.
+"""The loading warps of `kernels.specialized`: they load rows, weights and scales to shared memory, and take items.
 
-Weights come by TMA. So do the rows of the second product, which stand one behind the other; those of the first lie
-anywhere, and are copied by all threads. A stage has 128 bytes of inputs: of 128 + 128 outputs; or of 128 outputs, and
-the next 128 bytes of them (`Product.deep`).
+TMA loads the weights, and the rows of the second product, which are contiguous. The rows of the first product are
+scattered, and all threads copy them. A stage holds 128 bytes of inputs for 256 outputs, or 256 bytes of inputs for 128
+outputs (`Product.deep`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokenyard.experts.fused.kernels.items import (
 )
 from tokenyard.experts.fused.kernels.packed import start_copy
 
-# Younger Tritons have another name for it.
+# Newer versions of Triton have another name for it.
 start_tma = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 
 
 @gluon.jit
 def lines_of(rows, routes, place, TOP_K: gl.constexpr):
-    """The lines where the rows of some places stand."""
+    """The lines in memory of the rows of some places."""
     pair = gl.load(routes.order_N + place)
     line = gl.where(pair < 0, ~pair, pair) // TOP_K
     if rows.slots_R is not None:
@@ -40,9 +40,9 @@ def lines_of(rows, routes, place, TOP_K: gl.constexpr):
 def ask_for_weights(
     w_descriptor, stages, stage, output0, output1, block, wanted, more, PRODUCT: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """Let TMA bring the weights of a stage, if they are wanted, and say how many bytes of rows it will bring, too.
+    """Start TMA loads of a stage's weights, if `wanted`, and set the barrier's bytes for them and for rows by TMA.
 
-    `more`: whether a tile has more than 64 rows.
+    `more`: whether the tile has more than 64 rows.
     """
     WIDE: gl.constexpr = 128 if SCALED else 64
     NEAR: gl.constexpr = 128 * 128 * (1 if SCALED else 2)
@@ -76,14 +76,14 @@ def load_item(
     stage, phase, slot, slot_phase, PRODUCT: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next one meanwhile.
+    """Load the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next item meanwhile.
 
-    `uncounted`: the tile of the item before, of the first product, which is counted when it is stored; or -1. That item
-    and the next one have the same slot.
+    `uncounted` is the tile of the previous item, if that is of the first product and not counted yet, else -1. The
+    previous item and the next one have the same slot.
     """
     SCALED: gl.constexpr = weights.scales is not None
     WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
-    UNIT: gl.constexpr = WIDE // 8  # of 16 bytes
+    UNIT: gl.constexpr = WIDE // 8  # inputs in 16 bytes
     INPUTS: gl.constexpr = PRODUCT.inputs
     OUTPUTS: gl.constexpr = PRODUCT.outputs
     SCALES: gl.constexpr = (INPUTS + WIDE - 1) // WIDE  # of a line
@@ -92,15 +92,15 @@ def load_item(
     STEP: gl.constexpr = PRODUCT.step
     COPY: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [4, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # The next item is taken late, so that blocks that are slow take no item that others could begin before them.
+    # The next item is taken late, so that a slow block does not take an item that another could begin earlier.
     TAKE: gl.constexpr = max(BLOCKS - STAGES, 0)
     r = gl.arange(0, min(PRODUCT.tile, 64), layout=gl.SliceLayout(1, COPY))
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
-    # Scales of rows; of a deep product twice, for the first half of the inputs and for the second.
+    # Scales of rows; a deep product has two for each row, for the two halves of a stage's inputs.
     NEAR: gl.constexpr = min(PRODUCT.tile, 64)
     v = gl.arange(0, 2 * NEAR if PRODUCT.deep else PRODUCT.tile, layout=ONE)
     two = gl.arange(0, 2, layout=ONE)
-    # Of weights that take turns, a line holds a gate, and its up behind it.
+    # For interleaved weights, the TMA descriptor has lines of a gate followed by its up.
     output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
     output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
     AHEAD: gl.constexpr = 0 if PRODUCT.first else min(STAGES, BLOCKS)
@@ -109,7 +109,7 @@ def load_item(
         ahead_stage, ahead_phase = stage, phase
         for s in gl.static_range(AHEAD):
             mbarrier.wait(stages.empty.index(ahead_stage), ahead_phase)
-            fence_async_shared()  # where rows were copied, TMA writes now
+            fence_async_shared()  # TMA now writes where rows were copied before
             ask_for_weights(
                 w_descriptor, stages, ahead_stage, output0, output1, s, True, count > 64, PRODUCT, SCALED
             )
@@ -119,10 +119,10 @@ def load_item(
         await_tile(routes, tile, columns_of(FIRST))
     place = start + gl.minimum(v % NEAR if PRODUCT.deep else v, count - 1)
     if PRODUCT.first:
-        # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
+        # Offsets in units of 16 bytes fit into 32 bits. Pointers are computed at each step, to save registers.
         near = start + gl.minimum(r, count - 1)
         line0 = lines_of(rows, routes, near, PRODUCT.top_k) * (rows.stride // UNIT)
-        # Rows that are not there are zero: they cost neither memory nor power.
+        # Rows after the last are zero, which costs neither memory traffic nor power.
         is_row0 = (r < count)[:, None]
         if PRODUCT.tile == 128:
             far = start + gl.minimum(r + 64, count - 1)
@@ -132,7 +132,7 @@ def load_item(
             place = lines_of(rows, routes, place, PRODUCT.top_k)
     if SCALED:
         row_scale = rows.scales + place.to(gl.int64) * rows.scale_stride
-        # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
+        # After the very last output (only in the second product) weights are zero, and the last scale is used.
         last: gl.constexpr = PRODUCT.experts * LINES - 1
         scale_line = gl.where((two == 0) | PRODUCT.deep, output0, gl.minimum(output1, last)) // 128
         output_scale = weights.scales + scale_line * SCALES
@@ -146,7 +146,7 @@ def load_item(
             )
         mbarrier.wait(stages.empty.index(stage), phase)
         if PRODUCT.first and BLOCKS > STAGES:
-            # This item's first stage is free again: so the item before is stored.
+            # This item's first stage is free again, so both groups have stored the previous item.
             if (block == STAGES) & (uncounted >= 0):
                 count_item(routes, stages, uncounted, slot, slot_phase)
         bar = stages.full.index(stage)
@@ -176,7 +176,7 @@ def load_item(
                     start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
         if SCALED:
             if PRODUCT.deep:
-                # Either half of the inputs has scales of its own; behind the last one weights are zero.
+                # Each half of the inputs has its own scales; after the last one weights are zero.
                 of_row, of_output = 2 * block + v // NEAR, 2 * block + two
                 start_copy(stages.by_row.index(stage), row_scale + gl.minimum(of_row, SCALES - 1))
                 start_copy(stages.by_output.index(stage), output_scale + gl.minimum(of_output, SCALES - 1))
@@ -197,15 +197,15 @@ def load_items(
     inner_descriptor, w13_descriptor, w2_descriptor, rows, between, weights13, weights2, routes, stages,
     FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring what every item of this block needs."""
+    """Take items, and load the data of each, until none is left."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
     tiles = gl.load(routes.how_many)
     items = tiles * (columns_of(FIRST) + columns_of(SECOND))
-    # The sort has set the counter to zero. No block has an item before it runs: some may have to wait for room on the
-    # GPU, and nobody waits for them.
+    # The sort has set the counter to zero. A block takes its first item only when it runs, so that no block waits for
+    # an item of one that does not run yet.
     item = uniform(gl.atomic_add(routes.how_many + 1, 1, sem="relaxed"))
     expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
     tell_item(stages, slot, slot_phase, item, expert, start, count, column)

@@ -1,6 +1,6 @@
-"""What the multiplying warps of `kernels.specialized` do with sums: activate, quantize and store them, or deliver them.
+"""The stores of `kernels.specialized`: sums are activated, quantized and stored, or delivered as results.
 
-Sums are rows × outputs: 64 rows × 128 outputs of a group, or, of a turned tile, its few rows × 64 outputs.
+A sum of a group is 64 rows × 128 outputs, or, in a turned tile, its few rows × 64 outputs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tokenyard.experts.fused.kernels.items import synchronize
 from tokenyard.experts.fused.kernels.packed import activate
 
-# Rows of results, 64 outputs at a time, eight a thread.
+# The layout of stores: 64 outputs of some rows, eight outputs per thread.
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def divide(a, b):
-    """a / b, to the nearest."""
+    """a / b, rounded to the nearest."""
     return gl.inline_asm_elementwise(
         "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -32,12 +32,12 @@ def largest_of(value):
 
 @gluon.jit
 def largest_of_both(largest, stages, turn, GROUP: gl.constexpr):
-    """The larger of what both groups have found for each row of their `turn`-th turned tile."""
+    """The larger of both groups' `largest` for each row of their `turn`-th turned tile."""
     ROWS: gl.constexpr = largest.shape[0]
     slot = turn % 2
     stages.largest.index(2 * slot + GROUP).slice(0, ROWS).store(largest)
     synchronize()
-    # Both arrive here, and both wait: no group is two tiles ahead, and overwrites what the other has yet to read.
+    # Both groups arrive and wait here, so no group is two tiles ahead and overwrites values that the other still reads.
     mbarrier.arrive(stages.found.index(slot))
     mbarrier.wait(stages.found.index(slot), turn // 2 % 2)
     other = stages.largest.index(2 * slot + 1 - GROUP).slice(0, ROWS).load(largest.type.layout)
@@ -46,9 +46,9 @@ def largest_of_both(largest, stages, turn, GROUP: gl.constexpr):
 
 @gluon.jit
 def quantize(value, largest, POWERS: gl.constexpr):
-    """`fp8_split.quantize` of rows of 128 numbers, but that they are multiplied with the inverse of their scale.
+    """`fp8_split.quantize` for rows of 128 numbers, which multiplies with 1 / scale instead of dividing.
 
-    `largest`: the bits of a row's largest magnitude.
+    `largest` holds the bits of each row's largest magnitude.
     """
     is_nan = largest > 0x7F800000
     largest = gl.maximum(gl.minimum(largest, 0x7F7FFFFF), 0x2EDBE6FF).to(gl.float32, bitcast=True)
@@ -62,7 +62,7 @@ def quantize(value, largest, POWERS: gl.constexpr):
 
 @gluon.jit
 def halves_of(value):
-    """Of 128 columns 64 and 64: what threads exchange takes 8 KB then. Of 64 columns all of them, twice."""
+    """Split 128 columns into 64 and 64, so that a layout conversion takes only 8 KB; 64 columns are returned twice."""
     if value.shape[1] == 128:
         low, high = value.reshape([value.shape[0], 2, 64]).permute([0, 2, 1]).split()
         return low, high
@@ -75,9 +75,9 @@ def store_activated(
     gate, up, expert, start, left_over, column, turn, weights, routes, results, stages,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Rows × 128 columns of the first product, activated, into `inner` at their places: codes, or numbers.
+    """Activate rows × 128 columns of the first product, and store them in `inner`, as codes or numbers.
 
-    Of a turned tile each group has 64 of the columns.
+    In a turned tile each group has 64 of the columns.
     """
     OUTPUTS: gl.constexpr = PRODUCT.outputs
     ROWS: gl.constexpr = gate.shape[0]
@@ -126,9 +126,9 @@ def store_activated(
 
 @gluon.jit
 def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
-    """Of some rows of the second product: what stands in `order_N`, weights, and lines of `out`.
+    """The entries of `order_N`, the weights, and the lines of `out` of some rows of the second product.
 
-    They are asked for before a tile is multiplied, and needed behind it.
+    They are loaded before a tile is multiplied, so that they are there when it is stored.
     """
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
     place, weight, home = r, r, r
@@ -191,7 +191,7 @@ def store_tile(
     sums0, sums1, expert, start, left_over, column, turn, homes, weights, routes, results, stages,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """What is done with the sums of some rows × (128 + 128) outputs; of a turned tile, with a group's 64 + 64."""
+    """Activate or deliver two sums: of some rows × (128 + 128) outputs, or, in a turned tile, 64 + 64 outputs."""
     if PRODUCT.first:
         store_activated(
             sums0,

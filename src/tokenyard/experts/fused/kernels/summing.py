@@ -1,7 +1,7 @@
-"""The sum of a row's experts, from the results of the second product by pair.
+"""Sums the results of a row's experts, which the second product stored by pair.
 
-A row that one expert takes has its result already. Of the others `weight · result` is added up in float32, in the order
-of the choices, from zero: as `UnfinalizedRows.finish` does it, and with its bits.
+A row that one expert takes has its result already. For other rows, `weight · result` is added up in float32, from zero,
+in the order of the choices: as in `UnfinalizedRows.finish`, with the same bits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def sum_rows(
     HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sum those of ROWS rows (at most 32) that several experts take: a block does COLUMNS of their columns.
+    """Sum COLUMNS columns of those of ROWS rows (at most 32) that several experts take.
 
-    Their ids are looked at once, for all of them: rows that need no sum cost no further wait for memory.
+    The ids of all rows are loaded at once, so that rows that need no sum cost no further load.
     """
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.arange(0, CHOICES)
@@ -31,13 +31,13 @@ def sum_rows(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < H
     if EARLY:
-        gdc_wait()  # ids were there before
+        gdc_wait()  # the ids do not depend on the previous kernel
         gdc_launch_dependents()
     for nth in range(ROWS):
         if (several >> nth) & 1:
             row = first_row + nth
             sums = tl.zeros([COLUMNS], tl.float32)
-            for choice in tl.static_range(TOP_K):  # all of them are loaded at once
+            for choice in tl.static_range(TOP_K):  # unrolled, so that all choices are loaded at once
                 pair = row * TOP_K + choice
                 expert = tl.load(ids_N + pair)
                 there = is_column & (expert >= 0) & (expert < EXPERTS)

@@ -1,11 +1,10 @@
-"""Both products for many rows of 16-bit numbers: rows × outputs, with matrices that come by TMA.
+"""Both products for many rows of 16-bit numbers, as rows × outputs, with matrices loaded by TMA.
 
-One thread asks for a block of a matrix, which arrives in shared memory as tensor cores read it: no addresses, no
-registers, and half the instructions of copies that every thread takes part in. Weights are loaded in this way, and the
-rows of the second product, which stand one after the other. Those of the first are gathered: each thread copies its
-part of them.
+One thread starts the load of a block of a matrix, which arrives in shared memory in the layout that tensor cores read.
+It needs no addresses, no registers, and half the instructions of copies by all threads. TMA loads the weights, and the
+rows of the second product, which are contiguous. The rows of the first product are gathered by all threads.
 
-Behind the end of a matrix a block holds zeros. A tile may read rows of the next one: they are not stored.
+After the end of a matrix a block holds zeros. A tile may read rows of the next tile; their results are not stored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tokenyard.experts.fused.kernels.rows_first_result import deliver_rows
 
 @triton.jit
 def multiplied(rows, weights, sums, KIND: tl.constexpr):
-    """Sums `[rows, outputs]` and the products of some more inputs."""
+    """Add the products of some inputs to the sums `[rows, outputs]`."""
     if KIND == tl.float32:
         return tl.dot(rows.to(KIND), tl.trans(weights.to(KIND)), sums, input_precision="ieee")
     else:
@@ -31,7 +30,7 @@ def tma_inner_tile(
     x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the first product, activated, into `inner` at the places of `order_N`.
+    """Compute one tile of the first product, activate it, and store it in `inner` at the places of `order_N`.
 
     `w_descriptor` sees matrices as [expert, gate or up, column, input].
     """
@@ -46,7 +45,7 @@ def tma_inner_tile(
     up = tl.zeros([TILE, COLUMNS], tl.float32)
     for first in range(0, H, BLOCK):
         h = first + tl.arange(0, BLOCK)
-        # Rows that are not there are zero: they cost neither memory nor power.
+        # Rows after the last are zero, which costs neither memory traffic nor power.
         if H % BLOCK == 0:
             some = tl.load(row[:, None] + h[None, :], mask=is_row[:, None], other=0.0)
         else:
@@ -74,7 +73,7 @@ def tma_result_tile(
     x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the second product, delivered. `x_descriptor` loads TILE rows."""
+    """Compute one tile of the second product, and store its results. `x_descriptor` loads TILE rows."""
     OUT: tl.constexpr = TILES.out
     sums = tl.zeros([TILE, OUT], tl.float32)
     for first in range(0, LAYER.intermediate, TILES.block):

@@ -1,6 +1,6 @@
-"""What the sort and `row_blocks` do, in torch.
+"""The torch twins of the sort and of `row_blocks`.
 
-The twins of the products are `ReferenceExperts`, that of the sum is `finish`.
+The twins of the products are `ReferenceExperts`; the twin of the sum is `UnfinalizedRows.finish`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tokenyard.formats.base import EncodedRows
 
 
 def sort_pairs(ids_RK: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
-    """`order_N`, as far as it is written, and the tiles `[n, 5]`.
+    """The pairs of `order_N`, and the tiles `[n, 5]`.
 
-    Of a tile: expert, first place, pairs, the first tile of its expert, and how many that has.
+    A tile has its expert, first place, number of pairs, and the first tile and number of tiles of its expert.
 
     >>> ids_RK = torch.tensor([[1, -1], [0, 1], [1, -1]])  # row 1 has two experts, the others have one
     >>> order_N, tiles = sort_pairs(ids_RK, experts=2, tile=2)

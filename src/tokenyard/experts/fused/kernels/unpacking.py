@@ -1,12 +1,13 @@
-"""Packed 4-bit weights to the register operand of tensor cores, in PTX: see `tokenyard.experts.fused.packing`.
+"""Decodes packed 4-bit weights to the register operand of tensor cores, in PTX (see `tokenyard.experts.fused.packing`).
 
-The instructions get 4 words (64 inputs) and scales, and make 16 pairs of bf16 numbers. Those for e2m1 get the scales of
-128 inputs, in the registers into which they were loaded: there is one text for either half of the inputs.
+The instructions read 4 words (64 inputs) and scales, and give 16 pairs of bf16 numbers. Those for e2m1 read the scales
+of 128 inputs from the registers into which they were loaded, so each half of the inputs has its own instructions.
 
-`code_instructions` make e4m3 codes of mxfp4 weights instead. A magnitude of e2m1 has three bits, and so eight codes: in
-units of its output's largest scale they stand in two registers, a byte each, of which `prmt` takes four by their
-numbers. Of a word it makes four codes of output g, and four of output g + 8. The tensor cores want four neighboring
-inputs of a thread: so inputs are permuted within 16, in rows as well (`packing.code_order`).
+`code_instructions` give e4m3 codes of mxfp4 weights instead. A magnitude of e2m1 has three bits, so there are eight
+e4m3 codes for a scale (in units of the output's largest scale). Two registers hold them as a table of eight bytes, from
+which `prmt` selects four at a time. A word gives four codes of output g, and four of output g + 8. The tensor cores
+need four neighboring inputs in a thread: inputs are therefore permuted within 16, in rows as well
+(`packing.code_order`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _OUTPUTS, _WORDS = 16, 4
 
 
 def _twice(bits: int) -> int:
-    """The same in both halves of a word."""
+    """16 bits in both halves of a word."""
     return bits << 16 | bits
 
 
 def _scale_pair(scale: str) -> list[str]:
-    """b0 and b1: the scale of output g, twice, and that of output g + 8."""
+    """Instructions that fill both halves of b0 with the scale of output g, and of b1 with that of output g + 8."""
     return [f"mov.b32 {{l, h}}, {scale};", "mov.b32 b0, {l, l};", "mov.b32 b1, {h, h};"]
 
 
 def int4_instructions() -> str:
-    """For integers, whose scales are pairs of bf16 numbers: an AND and a fused multiply-add each."""
+    """Instructions for integers, whose scales are pairs of bf16 numbers: an AND and a fused multiply-add each."""
     lines = ["{", ".reg .b32 t, c, b0, b1, c0, c1;", ".reg .b16 l, h;"]
     for span in range(2):
         scale = f"${_OUTPUTS + _WORDS + span}"
@@ -55,7 +56,7 @@ def int4_instructions() -> str:
 
 
 def e2m1_instructions(spans: int, half: int) -> str:
-    """For e2m1, with 2 or 4 spans in 64 inputs, two a word of scales: a shift, an AND and a product each."""
+    """Instructions for e2m1, with 2 or 4 spans in 64 inputs: a shift, an AND and a product each."""
     code, mask = _twice(0x81C0), _twice(0xFF << packing.SCALE_SHIFT["mxfp4" if spans == 2 else "nvfp4"])
     left, right = packing.E2M1_FOURTH
     lines = ["{", ".reg .b32 s, t, u, b0, b1;", ".reg .b16 l, h;"]
@@ -69,7 +70,7 @@ def e2m1_instructions(spans: int, half: int) -> str:
             if spans == 2:
                 lines += [f"and.b32 s, {scale}, {mask};"]
             else:
-                # AND the mask, OR what all exponents have.
+                # AND with the mask, then OR with the bits that all exponents share.
                 lines += [f"lop3.b32 s, {scale}, {mask}, {_twice(packing.NVFP4_EXPONENT)}, 0xea;"]
             lines += _scale_pair("s")
         word, out = f"${_OUTPUTS + q}", 4 * q
@@ -88,14 +89,14 @@ def e2m1_instructions(spans: int, half: int) -> str:
 
 
 def _select(mask: int, there: str, elsewhere: str, to: str) -> str:
-    """The bits of one register where a mask has ones, those of another where it has none."""
+    """An instruction: the bits of `there` where the mask has ones, and those of `elsewhere` where it has zeros."""
     return f"lop3.b32 {to}, {there}, {elsewhere}, {mask}, 0xe4;"
 
 
 def code_instructions(half: int) -> str:
-    """For e2m1 with 2 spans in 64 inputs: four registers of four e4m3 codes for output g, and four for g + 8.
+    """Instructions for e2m1 with 2 spans in 64 inputs: four registers of four e4m3 codes for output g, and for g + 8.
 
-    They get four words, the scales of 128 inputs, and what `packing.code_offsets` gives for both outputs.
+    They read four words, the scales of 128 inputs, and the offsets of both outputs (`packed_codes.offsets_of`).
     """
     outputs, scale = 8, f"${8 + _WORDS + half}"
     offsets = [f"${8 + _WORDS + 2 + nth}" for nth in range(4)]
@@ -116,29 +117,29 @@ def code_instructions(half: int) -> str:
         lines += ["prmt.b32 x, l0, h0, x;"]
         lines += [f"shr.u32 a, {word}, 8;", f"shf.l.wrap.b32 b, {word}, {word}, {packing.E2M1_THIRD};"]
         lines += [_select(0x80008000, "b", "a", "y")]
-        lines += [f"lop3.b32 ${q}, x, y, {0x80808080}, 0xf8;"]  # OR what the mask leaves of the signs
+        lines += [f"lop3.b32 ${q}, x, y, {0x80808080}, 0xf8;"]  # OR with the masked signs
         # Output g + 8: magnitudes at bits 0, 4, 16 and 20; signs at 9, 13, 25 and 29, once the fourth codes are there.
         lines += [f"shr.u32 a, {word}, {packing.E2M1_UNMIXING};"]
-        lines += [f"lop3.b32 d, {word}, a, {packing.E2M1_UNMIXED}, 0x78;"]  # XOR what the mask leaves
+        lines += [f"lop3.b32 d, {word}, a, {packing.E2M1_UNMIXED}, 0x78;"]  # XOR with the masked bits
         lines += ["prmt.b32 x, d, d, 0x2020;", "and.b32 x, x, 0x7777;", "prmt.b32 x, l1, h1, x;"]
         lines += ["shr.u32 a, d, 2;", "shl.b32 b, d, 2;", _select(0x80008000, "b", "a", "y")]
         lines += [f"lop3.b32 ${q + 4}, x, y, {0x80808080}, 0xf8;"]
     return "\n".join([*lines, "}"])
 
 
-# For either half of 128 inputs: of integers, of e2m1 with 2 spans in 64 inputs, and with 4.
+# For each half of 128 inputs: for integers, for e2m1 with 2 spans in 64 inputs, and with 4.
 DECODE = gl.constexpr(
     (*[int4_instructions()] * 2, *(e2m1_instructions(spans, half) for spans in (2, 4) for half in range(2)))
 )
-# With scales in 2 registers, and in 4.
+# For scales in 2 registers, and in 4.
 CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 2)))
 CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 4)))
-# Two numbers in a register are one to the compiler before, and two behind: it takes none apart.
+# Moves that turn an int32, as the compiler sees it, into two bf16 numbers, so that it does not unpack the register.
 NAME_PAIRS = gl.constexpr("\n".join(f"mov.b32 ${nth}, ${_OUTPUTS + nth};" for nth in range(_OUTPUTS)))
 PAIR_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * _OUTPUTS))
 DECODE_CODES = gl.constexpr((code_instructions(0), code_instructions(1)))
 CODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * (_WORDS + 2 + 4)))
-# Four codes in a register are a number to the compiler before, and four numbers behind: it takes none apart.
+# Moves that turn an int32, as the compiler sees it, into four e4m3 numbers, so that it does not unpack the register.
 NAME_CODES = gl.constexpr(
     "\n".join(
         f"mov.b32 ${8 * half + 2 * q + nth}, ${16 + 8 * half + 4 * nth + q};"
@@ -155,7 +156,7 @@ def decode(
     words, scales, HALF: gl.constexpr,
     KIND: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Words `[T, 4]` of 64 inputs and their scales `[T, 4]` to the operand `[16 · WARPS, 64]`; nothing moves."""
+    """Decode words `[T, 4]` of 64 inputs with scales `[T, 4]` to the operand `[16 · WARPS, 64]`, within threads."""
     INSTRUCTIONS: gl.constexpr = DECODE[KIND * SPANS + HALF]
     CONSTRAINTS: gl.constexpr = CONSTRAINTS_4 if SPANS == 4 else CONSTRAINTS_2
     o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
@@ -168,7 +169,7 @@ def decode(
 
 @gluon.jit
 def operand_of(o0, o1, o2, o3, o4, o5, o6, o7, WARPS: gl.constexpr, OPERAND: gl.constexpr):
-    """Eight times four numbers of each thread as the operand `[16 · WARPS, 64]`; nothing moves."""
+    """Arrange eight tensors of four numbers per thread as the operand `[16 · WARPS, 64]`, within threads."""
     a = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
     a = a.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2]).permute([0, 3, 1, 7, 6, 5, 2, 4]).reshape([WARPS * 16, 64])
     return gl.convert_layout(a, OPERAND, assert_trivial=True)
@@ -176,7 +177,7 @@ def operand_of(o0, o1, o2, o3, o4, o5, o6, o7, WARPS: gl.constexpr, OPERAND: gl.
 
 @gluon.jit
 def decode_pairs(words, scales, HALF: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr):
-    """What `decode` does, as four times `[T, 4]` registers of two numbers each: a loop can carry these as they are."""
+    """`decode` to four tensors `[T, 4]` of int32 with two numbers each, which a loop can carry without unpacking."""
     INSTRUCTIONS: gl.constexpr = DECODE[KIND * SPANS + HALF]
     CONSTRAINTS: gl.constexpr = CONSTRAINTS_4 if SPANS == 4 else CONSTRAINTS_2
     return gl.inline_asm_elementwise(
@@ -187,7 +188,7 @@ def decode_pairs(words, scales, HALF: gl.constexpr, KIND: gl.constexpr, SPANS: g
 
 @gluon.jit
 def pair_operand(p0, p1, p2, p3, OPERAND: gl.constexpr):
-    """What `decode_pairs` gave as the operand `[64, 64]`."""
+    """The operand `[64, 64]` from the four results of `decode_pairs`."""
     o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
         NAME_PAIRS, PAIR_CONSTRAINTS, [p0, p1, p2, p3], is_pure=True, pack=4,
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
@@ -198,7 +199,7 @@ def pair_operand(p0, p1, p2, p3, OPERAND: gl.constexpr):
 
 @gluon.jit
 def decode_codes(words, scales, offsets, HALF: gl.constexpr):
-    """Words `[T, 4]` of 64 inputs to four e4m3 codes a number, `[T, 4]` of output g, and of g + 8; nothing moves."""
+    """Decode words `[T, 4]` of 64 inputs to int32 of four e4m3 codes: `[T, 4]` for output g, and for g + 8."""
     return gl.inline_asm_elementwise(
         DECODE_CODES[HALF], CODE_CONSTRAINTS, [words, scales, offsets], is_pure=False, pack=4,
         dtype=(gl.int32, gl.int32),
@@ -207,7 +208,7 @@ def decode_codes(words, scales, offsets, HALF: gl.constexpr):
 
 @gluon.jit
 def code_operand(a0, b0, a1, b1, WARPS: gl.constexpr, OPERAND: gl.constexpr):
-    """What `decode_codes` gave for 64 inputs, and for the next 64, as the operand `[16 · WARPS, 128]` of e4m3."""
+    """The e4m3 operand `[16 · WARPS, 128]` from the results of `decode_codes` for 64 inputs, and for the next 64."""
     o0, o1, o2, o3, o4, o5, o6, o7, p0, p1, p2, p3, p4, p5, p6, p7 = gl.inline_asm_elementwise(
         NAME_CODES, NAME_CONSTRAINTS, [a0, b0, a1, b1], is_pure=True, pack=4,
         dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
