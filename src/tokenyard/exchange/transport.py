@@ -215,7 +215,7 @@ class Transport(ABC):
         """The ranks that this transport itself has found to be lost; empty, if it leaves that to the group."""
         return []
 
-    # -- What most transports need ----------------------------------------------------------------------------
+    # -- What most transports need -------------------------------------------------------------------------
 
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
         """Send this rank's announcement to all ranks, by an all-gather of the group; `wait` returns those of all."""
