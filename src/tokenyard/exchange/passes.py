@@ -4,9 +4,9 @@ A pass is a round trip of some tokens of each rank: its rows go out, experts com
 front of each pass every rank announces to all the rows that it brings, and the rows that it leaves for later passes.
 From these, all ranks know before a row moves whether the pass fits, and whether another one follows.
 
-    first try      all tokens of the batch                   if they fit, this is the only pass
-    too many       the first n-th of the tokens that are left    n: rows announced for the fullest rank over `max_rows`
-    still too many a larger n                                at last one token of each rank, for which there is room
+    first try         all tokens of the batch         if they fit, this is the only pass
+    too many rows     the first n-th of tokens left   n: rows announced for the fullest rank, over `max_rows`
+    still too many    a larger n                      at last one token of each rank, for which there is room
 
 A pass takes whole tokens, consecutive ones. So all results of a token come home in one pass, and its sum has the same
 bits as without a bound. Some exchanges bound other *places* than ranks, such as relays (`Transport.loads`).
