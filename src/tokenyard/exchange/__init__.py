@@ -51,7 +51,7 @@ _log = logging.getLogger("tokenyard")
 
 
 def resolve(name: str | type[Transport]) -> type[Transport]:
-    """The exchange of a name, or of an engine's name for it.
+    """The transport class of an exchange, given by its name, by an engine's name for it, or as the class itself.
 
     >>> resolve("allgather_reducescatter").name
     'allgather'

@@ -1,7 +1,7 @@
 """`allgather`: every rank sees every token and keeps the rows of its own experts.
 
-The plainest way, and the one that carries router logits: experts that route by themselves must see all
-tokens. It moves W copies of each row, so it pays where a token's experts live on nearly all ranks anyway.
+The simplest exchange, and the one between ranks that carries router logits: experts that route by themselves must see
+all tokens. It moves W copies of each row, so it pays if a token's experts live on nearly all ranks anyway.
 Results go back as rows, as in every exchange: a reduce-scatter would sum in an order of its own.
 """
 
@@ -30,7 +30,7 @@ from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
 class AllgatherTransport(Transport):
-    """All tokens to all ranks."""
+    """Sends all tokens to all ranks; each rank keeps the rows of its own experts."""
 
     name = "allgather"
     bounds_rows = True
@@ -39,7 +39,7 @@ class AllgatherTransport(Transport):
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        self.mailbox = Mailbox(group)  # what results are written into, and read from
+        self.mailbox = Mailbox(group)  # sends and receives results
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         self.mailbox.serve(specs, self.num_counts)
@@ -48,7 +48,7 @@ class AllgatherTransport(Transport):
         return self.group.size + (spec.max_rows is not None)
 
     def counts(self, routes: BatchRoutes) -> list[int]:
-        """Rows for each rank; and where they have a bound all tokens, which come to every rank."""
+        """Rows for each rank; with `max_rows` also the number of tokens, because all of them come to every rank."""
         return [*routes.counts, routes.num_tokens] if routes.spec.max_rows is not None else routes.counts
 
     def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
@@ -62,7 +62,7 @@ class AllgatherTransport(Transport):
             heard = answers.wait()
             tokens = [announcement.tokens for announcement in heard]
             arrived = self.group.all_gather_rows(packets, tokens, phase="dispatch")
-            # What every source expects back is what it announced: it is compared with what is found here.
+            # Each source expects a result for each row that it announced: `Arrival.check_counts` compares.
             announced = [announcement.counts[self.group.rank] for announcement in heard]
             return batch.arrived(self._kept(batch.spec, arrived, tokens), announced)
 
@@ -80,16 +80,16 @@ class AllgatherTransport(Transport):
         return batch.spec.dispatch_layout.pack(tensors, batch.num_tokens, self.group.device)
 
     def _kept(self, spec: ExchangeSpec, arrived: Tensor, tokens: Sequence[int]) -> ReceivedRows:
-        """Keep the rows that have an expert here; turn global ids into local ones. Of logits, all are kept."""
+        """Keep the rows that have an expert here; turn global ids into local ones. If logits travel, all are kept."""
         everything = received_rows(spec, arrived, tokens)
         if isinstance(everything.routes, RoutingLogits):
             return everything
         kept, ids, kept_counts = [], [], []
         start = 0
         for source, count in enumerate(tokens):
-            # Where a replicated expert is, depends on where the token comes from.
+            # Which replica of an expert serves a token depends on the token's source rank.
             global_ids = everything.routes.ids_RK[start : start + count]
-            # An id that no expert has was damaged on the way: its row is missed below.
+            # An id that no expert has was damaged on the way: its row is not kept, and missing in the counts.
             unknown_TK = (global_ids < 0) | (global_ids >= spec.num_experts)
             rank_TK, local_TK = spec.placement.resolve(global_ids.masked_fill(unknown_TK, -1), source)
             here_TK = rank_TK == self.group.rank

@@ -2,9 +2,9 @@
 
 `Announcements` is what a transport is given: it says what to tell each rank, and takes the answers. The `Announcer` of
 a plan makes it. An announcement has a fixed number of bytes, so that it can be gathered without asking for its size
-first, or stand in front of rows in one message. The text of an error is cut to what is left. What arrives is not
-believed: bytes that are no announcement, and more rows than the layer was planned for, are an error before anything is
-made of them.
+first, or stand in front of rows in one message. The text of an error is cut to the bytes that are left. A received
+announcement is checked before it is used: bytes that are no announcement, and more rows than the layer was planned for,
+raise.
 
     int64 × 9:  protocol  plan  layer  phase  round  tokens  length of counts  length of error  notice
     int64 × n:  counts
@@ -48,25 +48,25 @@ _PHASES = list(Phase)
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """One rank's word at the start of a phase."""
+    """What one rank tells the others at the start of a phase."""
 
     plan: int  # the number of the plan
     layer: int  # the number of the layer in it
     phase: Phase  # dispatch or combine
     round: int  # the number of the round trip
     tokens: int  # the tokens of this rank
-    counts: tuple[int, ...]  # rows for each rank, where the phase has to say so
+    counts: tuple[int, ...]  # rows for each rank, if this phase announces them; else empty
     error: str = ""  # why this rank failed; empty, if it did not
-    notice: int = 0  # what the plan tells beside it (`Exchange.notice`)
-    protocol: int = PROTOCOL  # the version of what ranks tell each other
+    notice: int = 0  # a number that the plan adds (`Announcer.notice`)
+    protocol: int = PROTOCOL  # the version of the announcements' protocol
 
     @property
     def place(self) -> tuple[int, ...]:
-        """What must be the same on every rank."""
+        """Protocol, plan, layer, phase and round: they must be the same on every rank."""
         return (self.protocol, self.plan, self.layer, _PHASES.index(self.phase), self.round)
 
     def where(self, mine: Announcement, layers: Sequence[str]) -> str:
-        """The place in words, for a rank whose plan has these layers."""
+        """The place in words, for the error of a rank that announced `mine` and whose plan has these layers."""
         known = self.plan == mine.plan and 0 <= self.layer < len(layers)
         layer = repr(layers[self.layer]) if known else f"{self.layer} of another plan"
         protocol = (
@@ -75,7 +75,7 @@ class Announcement:
         return f"{self.phase.value} of layer {layer}, round {self.round}{protocol}"
 
     def encode(self, size: int) -> bytes:
-        """`size` bytes."""
+        """The announcement in `size` bytes; the text of an error is cut to fit."""
         text = self.error.encode(errors="replace")[: size - 8 * (_NUMBERS + len(self.counts))]
         numbers = [*self.place, self.tokens, len(self.counts), len(text), self.notice, *self.counts]
         return struct.pack(f"<{len(numbers)}q", *numbers).ljust(size - len(text), b"\0") + text
@@ -106,20 +106,20 @@ class Announcement:
 
 
 def ignore_notices(notices: Sequence[int]) -> None:
-    """What is done with the notices of all ranks where nobody agrees on anything by them."""
+    """Do nothing with the notices of all ranks: the default, for plans that agree on nothing by notices."""
 
 
 class Announcer:
-    """Makes what one rank tells the others in each phase of each round of a plan, and counts the rounds."""
+    """Makes one rank's announcements in each phase of each round of a plan, and counts the rounds."""
 
     def __init__(self, transport: Transport, usability: Usability, plan_id: int) -> None:
-        self.group = transport.group  # the ranks that are told
+        self.group = transport.group  # the ranks that receive the announcements
         self.plan_id = plan_id  # the same on all ranks, and different for each plan of a group
         self.layers: list[str] = []  # the names of the plan's layers
-        self.round = 0  # the last dispatch in which all ranks met
-        # Gives the number that this rank tells the others in a dispatch.
+        self.round = 0  # the number of the last dispatch that all ranks took part in
+        # Returns the number that this rank adds to its announcement of a dispatch.
         self.notice: Callable[[], int] = int
-        # Called with the numbers of all ranks, in the same dispatch on every rank: they agree without a message.
+        # Called with the numbers of all ranks, in the same dispatch on each: ranks can agree without further messages.
         self.noticed: Callable[[Sequence[int]], None] = ignore_notices
         self.usability = usability  # whether the plan can be used
         self._transport = transport
@@ -127,7 +127,7 @@ class Announcer:
     def of_dispatch(
         self, spec: ExchangeSpec, tokens: int, counts: Sequence[int], error: BaseException | None = None
     ) -> Announcements:
-        """This rank starts the next round, with so many tokens, and rows for each rank; or it fails there."""
+        """What this rank announces in the dispatch of the next round: its tokens and rows, or that it failed."""
         bound = None
         if spec.max_rows is not None:
             bound = RowBound(max_rows=spec.max_rows, loads=self._transport.loads)
@@ -135,13 +135,13 @@ class Announcer:
         return Announcements(self, say, self.round + 1, spec, bound)
 
     def of_failed_dispatch(self, spec: ExchangeSpec, error: BaseException) -> Announcements:
-        """This rank starts the next round only to say that it failed."""
+        """What this rank announces in the dispatch of the next round if it failed before it had a batch."""
         return self.of_dispatch(spec, 0, [0] * self.num_counts(spec), error)
 
     def of_combine(
         self, spec: ExchangeSpec, round: int, tokens: int, error: BaseException | None = None
     ) -> Announcements:
-        """This rank returns the results of a round; or it fails there."""
+        """What this rank announces in the combine of a round: that its results follow, or that it failed."""
         say = partial(self._say, spec, Phase.COMBINE, round, tokens, (), error)
         return Announcements(self, say, round, spec, None)
 
@@ -167,15 +167,15 @@ class Announcer:
         )
 
     def num_counts(self, spec: ExchangeSpec) -> int:
-        """The counts of an announcement: those of a pass, and where passes have a bound those of later ones."""
+        """The number of counts in an announcement: those of this pass, and with `max_rows` those of later passes."""
         return self._transport.num_counts(spec) * (1 if spec.max_rows is None else 2)
 
     def meet(self, round: int) -> None:
-        """All ranks were heard to be in a round."""
+        """Note that all ranks take part in a round."""
         self.round = max(self.round, round)
 
     def once_more(self, group: Group) -> Announcer:
-        """The same for a second meeting in one phase, of these ranks: rounds and notices were heard in the first."""
+        """An announcer for a second exchange of announcements in one phase, within `group`; it ignores notices."""
         again = copy(self)
         again.group, again.noticed = group, ignore_notices
         return again
@@ -183,36 +183,36 @@ class Announcer:
 
 @dataclass(frozen=True, eq=False)
 class Announcements:
-    """What this rank tells the others in one phase of a round, and what it makes of their answers."""
+    """What this rank announces in one phase of a round, and the check of what the others announce."""
 
-    announcer: Announcer  # what counts the rounds of this rank's plan
+    announcer: Announcer  # counts the rounds of this rank's plan
     say: Callable[[], Announcement]  # makes this rank's announcement
     round: int  # the number of the round trip
     spec: ExchangeSpec  # the layer: it says how many rows a rank may announce
-    bound: RowBound | None = None  # of the rows of a pass, in a dispatch of a layer that has one
+    bound: RowBound | None = None  # checks the rows of a pass, in a dispatch of a layer with `max_rows`
 
     @cached_property
     def mine(self) -> Announcement:
-        """This rank's announcement, with the counts for all ranks. One rank alone makes none."""
+        """This rank's announcement, with the counts for all ranks; made when it is first needed."""
         return self.say()
 
     def all_met(self) -> None:
-        """Every rank was heard to be in this round, whatever comes of it."""
+        """Note that every rank takes part in this round, even if the phase fails."""
         self.announcer.meet(self.round)
 
     def for_all(self) -> Announcement:
-        """One announcement that every rank may read: the counts of all."""
+        """The announcement that is the same for every rank, with the counts for all ranks."""
         return self.mine
 
     def for_rank(self, rank: int) -> Announcement:
-        """The announcement for one rank: its own count."""
+        """The announcement for one rank, with the count for that rank only."""
         return replace(self.mine, counts=self.mine.counts[rank : rank + 1])
 
     def heard(self, answers: Sequence[Announcement]) -> Sequence[Announcement]:
-        """The announcements of all ranks; raises if one is elsewhere, or failed, or announces what cannot be.
+        """Check the announcements of all ranks and return them; raise if one is elsewhere, failed or is not valid.
 
-        Where a pass has a bound, the announcements are those for all ranks, and too many rows raise, too.
-        A rank that failed itself is told of no other's failure: it raises its own error.
+        If `max_rows` bounds the pass, `answers` must hold the counts for all ranks, and too many rows raise
+        `TooManyRows`. If this rank itself failed, failures of others are not raised: the caller raises its own error.
         """
         self._check_places(answers)
         self.all_met()
@@ -243,7 +243,7 @@ class Announcements:
             )
 
     def _check_counts(self, answers: Sequence[Announcement]) -> None:
-        """Raise if a rank announces more rows than it may bring, or not one count for each rank: memory follows."""
+        """Raise if a rank announces another number of counts, or more rows than the layer was planned for."""
         counts, most = len(answers[self.announcer.group.rank].counts), self.spec.max_tokens
         for rank, other in enumerate(answers):
             rows = (other.tokens, *other.counts)
@@ -257,7 +257,7 @@ class Announcements:
 
 
 def not_due(source: int, announced: str, *, expected: str, rank: int) -> GroupError:
-    """The error for an announcement of rank `source` that says what cannot be."""
+    """The error for an announcement of rank `source` whose values are impossible."""
     return GroupError(
         f"rank {source} announces {announced}",
         expected=expected,

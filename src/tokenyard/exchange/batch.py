@@ -5,8 +5,8 @@
     Arrival         the rows that came to this rank       until they are combined
     ResultsAtHome   the results of this rank's tokens     until they are summed
 
-A transport is given a `Batch` and makes an `Arrival`; it is given `Results` and makes `ResultsAtHome`. A rank that
-cannot take its part in a phase gives it a `Failure` instead, which tells the others why.
+A transport is given a `Batch` and makes an `Arrival`; it is given `Results` and makes `ResultsAtHome`. If a rank fails
+before it can send a batch or results, its transport is given a `Failure` instead, and announces why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnencodedRows:
-    """Rows as they are, for an exchange that encodes them on their way."""
+    """Rows in the input's dtype, for a transport that encodes them in `format` itself."""
 
     format: Format
     x_TH: Tensor
@@ -74,10 +74,10 @@ class Batch:
     extra: Mapping[str, Tensor]  # further payloads, one row per token
     routes: BatchRoutes  # who gets which row
     announcements: Announcements  # what this rank tells the others of it
-    # Where a transport with `counts_choices` counts them: those of nobody, then those of each expert.
+    # Counts to which a transport with `counts_choices` adds the batch's choices: of nobody, then of each expert.
     choice_counts: Tensor | None = None
-    ahead: bool = False  # whether something is computed while it travels
-    takes_slots: bool = False  # whether slots without rows may be among those that come, with ids of -1
+    ahead: bool = False  # whether the caller computes something while it travels
+    takes_slots: bool = False  # whether the experts accept empty slots among received rows, with ids of -1
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +86,11 @@ class Batch:
 
     @property
     def payloads(self) -> dict[str, Tensor]:
-        """What travels beside routes, a row per token."""
+        """The payloads of the encoded rows and the caller's further ones, without routes: a row per token."""
         assert isinstance(self.rows, EncodedRows)
         return {**self.rows.payloads, **self.extra}
 
-    @torch.no_grad()  # weights may want a gradient; what travels never does
+    @torch.no_grad()  # routing weights may require a gradient; packets never do
     def write(self, packets_by_rank: Sequence[Tensor]) -> None:
         """Write the packets of the rows that go to each rank, `[rows, stride]`: a token once for each rank."""
         ids_NK, weights_NK = self.routes.local_routes()
@@ -109,7 +109,7 @@ class Batch:
         return packets
 
     def arrived(self, received: ReceivedRows, counts_W: Sequence[int], way_back: Any = None) -> Arrival:
-        """What came to this rank in the same dispatch: the rows, and how many each rank has announced."""
+        """The arrival of this dispatch, made of the received rows and the number that each rank has announced."""
         return Arrival(
             received=received,
             spec=self.spec,
@@ -128,10 +128,9 @@ class Part:
 
     batch: Batch  # all tokens
     first: int  # the first token of this pass
-    parts: int  # these are the first of so many parts of the tokens that were left
-    left: int = (
-        0  # the rows that later passes bring, at the place that gets most; known when all ranks were heard
-    )
+    parts: int  # the tokens from `first` on were cut into so many parts, of which this is the first
+    # The rows that later passes bring to the place that gets most; set when all ranks have announced theirs.
+    left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,23 +141,23 @@ class Arrival:
     spec: ExchangeSpec  # what the exchange knows of the layer
     round: int  # the number of the round trip, from 1
     region: int  # which of `in_flight` pairs of regions it uses, the same on every rank
-    routes: BatchRoutes  # who gets which row of this rank's own batch: their results come home
-    # The rows that each rank has announced, and expects results of. Empty where only the device knows.
+    routes: BatchRoutes  # who gets which row of this rank's own batch, whose results come home
+    # The rows that each rank has announced, and expects results of. Empty if only the device knows them.
     counts_W: tuple[int, ...]
-    way_back: Any = None  # what the transport remembers for the way back; nobody else looks into it
+    way_back: Any = None  # what the transport keeps for the way back; only the transport reads it
     checksums_RC: Tensor | None = None  # the checksums that came with the rows, in a paranoid plan
-    # What this rank has found wrong with it, after the others had gone on: they hear of it in the combine.
+    # An error that this rank found after the dispatch had ended; the others receive it in the combine.
     problem: Exception | None = None
     part: Part | None = None  # which tokens of a larger batch went out; None: all of it
 
     @property
     def batch_tokens(self) -> int:
-        """The tokens of this rank's whole batch, of which this may be one pass."""
+        """The number of tokens of this rank's whole batch, of which this may be one pass."""
         return self.routes.num_tokens if self.part is None else self.part.batch.num_tokens
 
     @property
     def tokens(self) -> slice:
-        """Which of these tokens have their results in this pass."""
+        """The tokens of the whole batch that belong to this pass."""
         first = 0 if self.part is None else self.part.first
         return slice(first, first + self.routes.num_tokens)
 
@@ -169,7 +168,7 @@ class Arrival:
 
     @property
     def results_due(self) -> tuple[int, ...]:
-        """The results that each rank expects: one for each row, or where choices are summed for each choice."""
+        """The results that each rank expects: one for each row, or for each choice if choices are summed at home."""
         return self._choices_due if self.spec.sums_choices and self.counts_W else self.counts_W
 
     @cached_property
@@ -199,10 +198,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SumAhead:
-    """The sum that results come home for, told when they are sent: a transport may begin it then."""
+    """What the sum of results is written into, and adds: known when they are sent, so a transport may start it."""
 
-    out_TH: Tensor | None  # what it is written into; None: a new tensor
-    add: Sequence[Tensor]  # what is added
+    out_TH: Tensor | None  # what the sum is written into; None: a new tensor
+    add: Sequence[Tensor]  # tensors of the caller's that are added to it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,15 +209,16 @@ class Results:
     """Checked results of an arrival, ready to be sent back."""
 
     arrival: Arrival  # the rows that they are the results of
-    # A result per received row, or per choice; None: the experts have written them where they are read.
+    # A result per received row, or per choice; None: the experts have written them into the exchange's buffer.
     rows_RH: Tensor | None
-    encoded: EncodedRows | None  # the same in the combine wire, unless placed or encoded by the transport
+    # `rows_RH` in the combine wire; None if there are none, or the transport encodes them.
+    encoded: EncodedRows | None
     announcements: Announcements  # what this rank tells the others of them
-    # Called by the transport when results have the form in which they travel, before it tells anybody of them.
+    # Called by the transport when results are encoded and in their place, before it announces them.
     before_telling: Callable[[], None] = _nothing
-    # Looks at sums that are made before they come home, in a paranoid plan.
+    # Checks the sums that relays make of results, in a paranoid plan.
     watch: SumWatch | None = None
-    sum_ahead: SumAhead | None = None  # where something is computed while they travel, and they are summed
+    sum_ahead: SumAhead | None = None  # the sum to start now, if the caller computes meanwhile
 
     @torch.no_grad()
     def write(self, packets_by_rank: Sequence[Tensor]) -> None:
@@ -242,7 +242,7 @@ class Results:
 
 
 class ResultsAtHome(ABC):
-    """The results of this rank's tokens, where they came home: they can be summed, or handed out by rank."""
+    """The results that came back for this rank's tokens: they are summed, or returned rank by rank."""
 
     def summed(self) -> Tensor | None:
         """The sum that the transport began when results were sent (`Results.sum_ahead`); None: `sum_into` makes it."""
@@ -258,18 +258,18 @@ class ResultsAtHome(ABC):
 
 
 class SumWatch(ABC):
-    """Looks at the sums that relays make of the results of their host."""
+    """Checks, in a paranoid plan, the results that a relay sums, and adds checksums to its sums."""
 
     @abstractmethod
     def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
-        """Results at a relay, compared when they are summed; what is wrong is raised when all sums are at home.
+        """Results at a relay, which are checked when they are summed; an error is raised at the end of the round.
 
-        `heads_NC`: what the checksums of the relay's rows say of whose they are.
+        `heads_NC`: source rank, token and round of each row that the relay forwarded, from its checksums.
         """
 
     @abstractmethod
     def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
-        """The sums of some tokens with checksums, which are compared at home."""
+        """The sums of some tokens, with checksums that are compared at home."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -278,8 +278,8 @@ class RowsAtHome(ResultsAtHome):
 
     rows_by_rank: list[EncodedRows]  # in the order of this rank's tokens, and of their choices
     tokens_by_rank: tuple[Tensor, ...]  # the tokens that they belong to
-    ranks: tuple[int, ...] | None = None  # who returned them; None: each rank of the group, in its order
-    # The choices of these tokens that they are the results of, where those are summed here; None: ranks are.
+    ranks: tuple[int, ...] | None = None  # the ranks that returned them; None: all of the group, in order
+    # The choice (0 to K - 1) of its token that each row is the result of; None: rows are summed over ranks.
     choices_by_rank: tuple[Tensor, ...] | None = None
 
     @classmethod
@@ -297,7 +297,7 @@ class RowsAtHome(ResultsAtHome):
         )
 
     def summands(self) -> tuple[list[EncodedRows], tuple[Tensor, ...]]:
-        """Rows and their tokens in the order of the sum: those of each rank, or choice. No token is there twice."""
+        """Rows and their tokens in the order of the sum, by rank or by choice. In each part no token occurs twice."""
         if self.choices_by_rank is None:
             return self.rows_by_rank, self.tokens_by_rank
         choice_N, token_N = torch.cat(self.choices_by_rank), torch.cat(self.tokens_by_rank)
@@ -312,7 +312,7 @@ class RowsAtHome(ResultsAtHome):
         return rows, tuple(token_N[order_N].split([part.num_rows for part in rows]))
 
     def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
-        if self.choices_by_rank is not None:  # the one sum at home is that of experts, too
+        if self.choices_by_rank is not None:  # this sum over ranks is one over experts, too
             record(Duty.REDUCE_EXPERTS, sum(tokens.numel() for tokens in self.tokens_by_rank))
         return sum_over_ranks(*self.summands(), out_TH, add)
 
@@ -324,12 +324,12 @@ class RowsAtHome(ResultsAtHome):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Failure:
-    """In place of a batch, or of results: this rank takes part in a phase only to say that it failed."""
+    """Given to a transport in place of a batch or results: this rank takes part only to announce that it failed."""
 
     spec: ExchangeSpec  # what the exchange knows of the layer
     region: int  # which of `in_flight` pairs of regions the round uses
     announcements: Announcements  # with the error
-    arrival: Arrival | None  # None: in the dispatch; else the arrival that will not be combined
+    arrival: Arrival | None  # the arrival that will not be combined; None: the dispatch failed
 
 
 def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
@@ -343,7 +343,7 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
 
 
 def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """So many consecutive numbers from each start on, one behind the other.
+    """Concatenated ranges: `counts[i]` consecutive numbers from `starts[i]` on.
 
     >>> numbered([7, 0], [2, 3]).tolist()
     [7, 8, 0, 1, 2]
@@ -356,9 +356,9 @@ def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
 def received_rows(
     spec: ExchangeSpec, packets: Tensor, counts: Sequence[int], slots_R: Tensor | None = None
 ) -> ReceivedRows:
-    """The packets that arrived, so many from each rank, as a batch. The rows are views of the bytes.
+    """Received packets, `counts[w]` of them from rank w, as `ReceivedRows` whose rows are views of the packets.
 
-    `slots_R` is where they are among `packets`; None: there are no others.
+    `slots_R`: the index of each received row among `packets`; None: `packets` holds nothing else.
     """
     tensors = spec.dispatch_layout.unpack(packets)
 

@@ -1,4 +1,4 @@
-"""What callers give to a dispatch, checked and made into batches that a transport can send; and parts of these."""
+"""Checks what a caller gives to a dispatch, and makes of it a batch, or a part of one, that a transport can send."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BatchMaker:
         ahead: bool,
         takes_slots: bool,
     ) -> Batch:
-        """A batch that can be sent; raises whatever is wrong with it."""
+        """Make a batch of rows, routes and further payloads; raise if they are not what the layer was planned for."""
         transport = self._transport
         if isinstance(rows, UnencodedRows):
             rows.check()
@@ -86,7 +86,7 @@ class BatchMaker:
     def _without_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
         """The routes without choices whose expert was lost with its rank.
 
-        A token's replicas follow from the ids that are left: these travel, and every rank reads them alike.
+        Which replicas serve a token depends on all of its ids. Only the remaining ones travel, and all ranks use these.
         """
         rank_TK, _ = spec.placement.resolve(routes.topk_ids_TK, self._group.rank)
         dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
@@ -94,13 +94,13 @@ class BatchMaker:
         return routes.without(dropped_TK, renormalize=spec.renormalizes_dropped)
 
     def make_part(self, batch: Batch, first: int, parts: int) -> Batch:
-        """The first of so many parts of the tokens of a batch from `first` on. All ranks make the same one."""
+        """Cut the tokens of a batch from `first` on into `parts` parts, and make a batch of the first."""
         transport, routes = self._transport, batch.routes
         assert isinstance(batch.rows, EncodedRows)
         last = first + first_part(batch.num_tokens - first, parts)
         later = transport.counts(routes.of_tokens(last, batch.num_tokens))
         if not any(transport.loads(self._group.rank, later)):
-            last = batch.num_tokens  # tokens that go nowhere wait for no other pass
+            last = batch.num_tokens  # the tokens behind go to no rank: they need no further pass
         some = routes.of_tokens(first, last)
         counts = [*transport.counts(some), *later]
         return replace(

@@ -21,8 +21,8 @@ class BatchRoutes:
     spec: ExchangeSpec  # what the exchange knows of the layer
     routes: Routes | RoutingLogits  # as they travel: without choices whose expert was lost with its rank
     num_tokens: int  # T, the tokens of this rank
-    rank: int  # this rank: which replica of an expert a token meets depends on it
-    # What `resolved` gives, where tokens of several ranks are sent together; None: it is looked up in the placement.
+    rank: int  # this rank: which replica of an expert serves a token depends on it
+    # The value of `resolved`, if it is known, as for rows that a relay forwards; None: the placement gives it.
     choices: tuple[Tensor, Tensor] | None = None
 
     @cached_property
@@ -38,14 +38,14 @@ class BatchRoutes:
         """Whether there is one CPU rank, and every choice of every token is one of its experts."""
         routes = self.routes
         there = routes.topk_ids_TK if isinstance(routes, Routes) else routes.logits_RE
-        # Where choices are given, ids may be those of experts elsewhere. A GPU would be waited for once more.
+        # If `choices` are given, ids do not say where experts are. On a GPU, to read ids would be one more wait.
         if self.spec.placement.world > 1 or self.choices is not None or not there.is_cpu:
             return False
         return isinstance(routes, RoutingLogits) or self.num_tokens == 0 or routes.id_range()[0] >= 0
 
     @cached_property
     def rows_out(self) -> tuple[Tensor, Tensor]:
-        """`(rank_N, token_N)` of every row that goes out, by rank. Where logits travel, every token goes to all."""
+        """`(rank_N, token_N)` of every row that goes out, by rank. If logits travel, every token goes to all ranks."""
         world = self.spec.placement.world
         if isinstance(self.routes, RoutingLogits):
             everything = torch.ones(world, self.num_tokens, device=self.routes.logits_RE.device)
@@ -77,7 +77,7 @@ class BatchRoutes:
 
     @property
     def result_counts(self) -> list[int]:
-        """Results that come home from each rank: one for each row, or where choices are summed for each choice."""
+        """Results that come home from each rank: one for each row, or for each choice if choices are summed at home."""
         return [c.numel() for c in self.choices_by_rank] if self.spec.sums_choices else self.counts
 
     def of_tokens(self, first: int, last: int) -> BatchRoutes:
@@ -94,7 +94,7 @@ class BatchRoutes:
         )
 
     def local_routes(self) -> tuple[Tensor, Tensor]:
-        """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
+        """`(ids_NK, weights_NK)` of every row that goes out, by rank: local ids of that rank's experts, else -1."""
         assert isinstance(self.routes, Routes)
         weights_TK = without_graph(self.routes.topk_weights_TK)
         if self.stays_whole:

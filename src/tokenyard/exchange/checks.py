@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a batch, or with what results are written into: found before anything moves."""
+"""Checks of batches, of results and of the tensors that these are written into, before anything moves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_batch(
     *,
     values: bool = True,
 ) -> Routes | RoutingLogits:
-    """Raise unless a batch is what the layer was planned for; `values=False` leaves out the range of the ids."""
+    """Raise unless a batch is what the layer was planned for; `values=False` does not check the range of ids."""
     if not isinstance(rows, (EncodedRows, UnencodedRows)):
         raise ContractError(
             f"dispatch was given {describe(rows)}",
@@ -74,7 +74,7 @@ def check_batch(
 
 
 def check_device(what: str, found: torch.device, device: torch.device) -> None:
-    """Raise unless something is where the group moves bytes: on any CPU, or on that very GPU."""
+    """Raise unless a tensor is on the group's device: the CPU, or the GPU of the same index."""
     if found.type != device.type or (device.index is not None and found.index != device.index):
         raise InputError(f"{what} is on {found}", expected=str(device), fix="move it there first")
 
@@ -112,7 +112,7 @@ def check_logits(spec: ExchangeSpec, routes: object, num_tokens: int) -> Routing
 
 
 def check_output(spec: ExchangeSpec, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise unless a tensor can take the result, or be added to it."""
+    """Raise unless a tensor has the shape, dtype and device of the result, to be `out` or a term of `add`."""
     expected = (num_tokens, spec.hidden_size)
     if not is_matrix(tensor) or tuple(tensor.shape) != expected or tensor.dtype != spec.dtype:
         raise InputError(
@@ -124,9 +124,9 @@ def check_output(spec: ExchangeSpec, tensor: Tensor, num_tokens: int, device: to
 
 
 def check_writable(out: Tensor) -> None:
-    """Raise unless every element of a tensor can be written by itself, and nothing else hangs on it."""
+    """Raise unless a tensor can be written in place: no overlapping elements, no gradient, no inference tensor."""
     steps = sorted((step, count) for step, count in zip(out.stride(), out.shape, strict=True) if count > 1)
-    # Each step must lead beyond what the smaller ones reach.
+    # Each stride must be at least as large as what the dimension of the next smaller stride spans.
     overlaps = any(step < reach * count for (reach, count), (step, _) in pairwise([(1, 1), *steps]))
     if out.numel() and overlaps:
         found, fix = "whose elements share memory", "pass torch.empty_like(x_TH)"
@@ -150,9 +150,9 @@ def check_sum(
     most: int | None,
     device: torch.device,
 ) -> None:
-    """Raise unless whoever sums results is who the plan says, and what they are written into and added to fits.
+    """Raise unless the plan lets this party sum over ranks, and `out` and `add` have the shape of the result.
 
-    `reduces`: whether the exchange was asked to sum; `most`: the tensors that can be added, None for any number.
+    `reduces`: whether the exchange was asked to sum; `most`: how many tensors it can add, None for any number.
     """
     spec = arrival.spec
     if reduces != spec.reduces_ranks:
@@ -176,7 +176,7 @@ def check_sum(
 
 
 def check_result(arrival: Arrival, result: ExpertResult) -> Tensor | None:
-    """The rows of results that fit an arrival; None, where the experts have written them where they are read."""
+    """The result rows of an arrival, checked; None if the experts wrote them into the combine buffer themselves."""
     if isinstance(result, PlacedRows) and arrival.received.results is not None:
         if result.buffer is not arrival.received.results:
             raise ContractError(

@@ -3,22 +3,23 @@
     dispatch(spec, rows, routes) → Arrival           each row once to each *rank* that owns one of its experts
     combine(arrival, expert rows) → CombinedRows     one row per (token, rank) back, summed in float32
 
-It checks what it is given, and hands it on:
+It checks batches and results, and leaves the work to these parts:
 
     Exchange ── Transport         moves the bytes
              ── BatchMaker        checks a batch, and cuts it where it is too large
-             ── OpenRoundTrips    whose turn it is; an error on one rank reaches all ranks
-             ── InFlightQueue     arrivals that are not combined
-             ── Announcer         what ranks tell each other in front of each phase
-             ── Usability         whether the plan is open, and not broken by a loss
-             ── LayerStats, LoadCounter
+             ── OpenRoundTrips    keeps the order of calls; makes an error on one rank reach all ranks
+             ── InFlightQueue     holds arrivals that are not combined yet
+             ── Announcer         makes what ranks tell each other at the start of each phase
+             ── Usability         knows whether the plan is open, and not broken by a loss
+             ── LayerStats, LoadCounter   count rows, bytes and seconds, and the choices of each expert
 
-`start_dispatch` and `start_combine` return while rows travel; `wait` returns the same. Where a plan bounds the rows
-that a rank receives (`max_rows`), a batch that brings more goes in several passes: `dispatch` sends as many tokens as
-have room; after their combine, as long as `arrival.has_more`, `dispatch_next` sends the next ones (`passes`).
+`start_dispatch` and `start_combine` return while rows travel; `wait` of what they return gives what `dispatch` and
+`combine` do. Where a plan bounds the rows that a rank receives (`max_rows`), a batch that brings more goes in several
+passes: `dispatch` sends as many tokens as have room; after their combine, as long as `arrival.has_more`,
+`dispatch_next` sends the next ones (`passes`).
 
-An exchange knows a group, placements and formats; what an expert is, it does not know. `ExchangeSpec` is all that it
-is told of a layer. An `Arrival` is a frozen handle: it is combined once, in the order of dispatches, or it is an error.
+An exchange knows a group, placements and formats, but not what an expert is. `ExchangeSpec` is all that it is told of a
+layer. An `Arrival` is a frozen handle: it must be combined once, in the order of dispatches; anything else raises.
 
 **Order.** Received rows stand in (source rank, token) order. Results are summed in rank order, in float32,
 and rounded once: the result is bitwise the same in every run, on every kind of group, through every exchange.
@@ -64,7 +65,7 @@ from tokenyard.group.one_thread import by_one_thread
 from tokenyard.routing import Routes
 from tokenyard.rows import CombinedRows, ExpertResult, RankRows, RoutingLogits
 
-Home = TypeVar("Home")  # what is made of results that came home
+Home = TypeVar("Home")  # what a combine makes of the results at home: their sums, or rows by rank
 
 
 @final
@@ -83,7 +84,7 @@ class Exchange:
     ) -> None:
         self.group = group  # the ranks that exchange
         chosen = transport.on(group.device)
-        # What moves the bytes.
+        # What moves the bytes: in a paranoid plan a transport that checks what the chosen one moves.
         self.transport: Transport = (
             WatchedTransport(chosen, group, in_flight=in_flight)
             if paranoid
@@ -93,8 +94,8 @@ class Exchange:
         self.stats: dict[str, LayerStats] = {}  # counters by layer
         self.load = LoadCounter(group.device)  # choices that fell on each expert
         self.usability = Usability(group.rank)  # whether the plan is open, and not broken
-        self.announcer = Announcer(self.transport, self.usability, plan_id)  # what ranks tell each other
-        # Whether the notices of an announcer are heard: where a dispatch waits for what the others tell.
+        self.announcer = Announcer(self.transport, self.usability, plan_id)  # makes announcements
+        # Whether ranks receive each other's notices (`Announcer.notice`): if a dispatch waits for announcements.
         self.hears_notices = self.transport.reads_values
         self._in_flight = InFlightQueue(in_flight, group.rank)
         # The order of calls, and the round trips that are under way.
@@ -105,12 +106,12 @@ class Exchange:
     # -- The layers ----------------------------------------------------------------------------------------
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
+        """Carry these layers from now on. Collective. Arrivals in flight are dropped: to combine one raises."""
         self.transport.serve(specs)
         self._served(specs)
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Carry these layers, and give back what they do not need. Collective."""
+        """Carry these layers from now on, and give back memory that they do not need. Collective."""
         self.transport.trim(specs)
         self._served(specs)
 
@@ -128,35 +129,36 @@ class Exchange:
         self.transport.serve(specs)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
+        """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective."""
         self.transport.warmup(specs)
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
-        """Batches whose shapes do not depend on what is in them, for a CUDA graph."""
+        """A context in which the shape of an arrival does not depend on the routes, as a CUDA graph needs it."""
         return self.transport.fixed_shapes(max_tokens)
 
     @property
     def rounds(self) -> int:
-        """The dispatches in which all ranks met: between calls, the same number on every rank."""
+        """The number of dispatches that all ranks took part in; between calls, the same on every rank."""
         return self.announcer.round
 
     @property
     def counts_choices(self) -> bool:
-        """Whether `load` counts: ids are read before they travel, or counted where they do."""
+        """Whether `load` counts choices: from ids that the host reads, or by the transport while it sends rows."""
         return self.transport.reads_values or self.transport.counts_choices
 
     # -- Calls ---------------------------------------------------------------------------------------------
 
     def in_use(self, *, layer: str | None = None, alone: bool = False) -> AbstractContextManager[None]:
-        """A call of the plan that all its ranks make: by one thread at a time, and not after a loss.
+        """A context for one call of the plan, which all ranks make; raises if the plan is closed or broken.
 
-        `alone`: nothing may be in flight, because what the call dispatches would have to wait for it.
+        One thread at a time may be inside. `alone`: raise if a dispatch is in flight, because it would have to be
+        combined before what this call dispatches.
         """
         return self.trips.in_use(layer=layer, alone=alone)
 
     @contextmanager
     def round_trip(self, spec: ExchangeSpec) -> Iterator[RoundTrip]:
-        """One round trip of one layer, in which an error on one rank reaches all ranks, wherever it happens."""
+        """A context for one round trip of one layer: an error inside, on one rank, is raised on all ranks."""
         with self.in_use(layer=spec.layer, alone=True):
             trip = self.open_round_trip(spec)
             with self.trips.telling(trip):
@@ -164,25 +166,26 @@ class Exchange:
             self.trips.end(trip)
 
     def open_round_trip(self, spec: ExchangeSpec) -> RoundTrip:
-        """A round trip that is made in several calls, each inside of `trips.telling`, up to `trips.end`."""
+        """Open a round trip that is made in several calls: each inside of `trips.telling`; `trips.end` closes it."""
         return self.trips.add(RoundTrip(exchange=self, spec=spec))
 
     @by_one_thread
     def is_between_calls(self) -> bool:
-        """Finish what travels; return whether nothing is in flight then. All ranks find the same before a dispatch."""
+        """Finish the phase that travels; return whether no dispatch is in flight. Before a dispatch, ranks agree."""
         self.trips.settle()
         return self._in_flight.is_empty
 
     @by_one_thread
     def synchronize(self) -> None:
-        """Raise what went wrong in calls that did not wait for it."""
+        """Wait for calls that returned before their work was done, and raise what went wrong in them."""
         with self.usability.waiting():
             self.transport.synchronize()
 
     def close(self) -> None:
-        """No more rounds; what is shared is given back.
+        """Refuse all later calls, and give back shared memory.
 
-        A thread that waits for the others holds its batch and what is shared: it ends first, within the deadline.
+        A background thread that still waits for other ranks uses that memory, so its end is awaited first; it comes
+        within the deadline.
         """
         self.usability.close()
         self._in_flight.clear()
@@ -194,7 +197,7 @@ class Exchange:
     # -- The way out ---------------------------------------------------------------------------------------
 
     def encode(self, spec: ExchangeSpec, x_TH: Tensor) -> EncodedRows | UnencodedRows:
-        """Rows in the layer's wire; or as they are, where the transport encodes them on their way."""
+        """Encode rows in the layer's wire; or leave them as they are, if the transport encodes them when it sends."""
         if self.transport.encodes(spec.wire):
             return UnencodedRows(format=spec.wire, x_TH=x_TH)
         return spec.wire.encode(x_TH)
@@ -206,17 +209,17 @@ class Exchange:
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor] | None = None,
     ) -> Arrival:
-        """Send each row to every rank that owns one of its experts; return what the others sent here.
+        """Send each row to every rank that owns one of its experts; return the rows that came to this rank.
 
-        `routes` of an earlier arrival (`arrival.routes`) send other rows of the same tokens the same way. If
+        With `routes` of an earlier arrival (`arrival.routes`), rows of the same tokens go to the same ranks. If
         `arrival.has_more`, there was no room for all rows: `dispatch_next` sends more of them after the combine.
         """
         return self.start_dispatch(spec, rows, routes, extra, ahead=False).wait()
 
     def beside(self, job: Callable[[], Home]) -> Home:
-        """What a job computes that needs no rows of others, beside the dispatch that was started last.
+        """Run a job that needs no received rows at the same time as the round trip that was started last.
 
-        What it gives may only be added in the sum (`add`), which waits for it.
+        Its result may be used only as a term of the sum (`add` of the combine), which waits for it.
         """
         return self.transport.beside(job)
 
@@ -235,9 +238,10 @@ class Exchange:
         ahead: bool = True,
         takes_slots: bool = False,
     ) -> Pending[Arrival]:
-        """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile.
+        """Start what `dispatch` does, and return while rows travel.
 
-        With `takes_slots`, empty slots may be among the rows that come, with ids of -1.
+        `ahead`: the caller computes something before it waits. `takes_slots`: the experts accept empty slots among the
+        received rows, with ids of -1.
         """
         self.trips.begin_dispatch(spec)
         try:
@@ -269,7 +273,7 @@ class Exchange:
         return self.trips.travels(partial(self._arrive, batch, pending, is_next=True), self._check_arrival)
 
     def _send_part(self, batch: Batch, first: int, parts: int) -> tuple[Batch, Pending[Arrival]]:
-        """Send the first of so many parts of the tokens of a batch from `first` on."""
+        """Cut the tokens of a batch from `first` on into `parts` parts, and send the first of these."""
         try:
             part = self._batches.make_part(batch, first, parts)
             return part, self.transport.send(part)
@@ -278,7 +282,7 @@ class Exchange:
 
     @by_one_thread
     def _arrive(self, batch: Batch, pending: Pending[Arrival], *, is_next: bool = False) -> Arrival:
-        """Wait for what the others sent here; where nobody has sent, because it was too much, send fewer rows."""
+        """Wait for the rows that come here; if ranks announced too many, no row was sent: try again with fewer."""
         spec, stats = batch.spec, self.stats[batch.spec.layer]
         while True:
             try:
@@ -305,7 +309,7 @@ class Exchange:
         return arrival
 
     def _check_arrival(self, arrival: Arrival) -> None:
-        """Raise if this rank has found something wrong with what came."""
+        """Raise what this rank has found wrong with an arrival; the others receive the error in the combine."""
         try:
             arrival.check_counts()
             if arrival.problem is not None:
@@ -327,8 +331,8 @@ class Exchange:
         """Bring every token's results home and sum them over ranks, in rank order, in float32.
 
         `add` (a residual, shared experts) is added before the one rounding to the input's dtype. The result
-        is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there. Of a batch that goes in
-        several passes, the tokens of this pass are written; pass the same `out` to each combine.
+        is written into `out` if given; `combine(…, out=y, add=(y,))` adds it to y. If a batch goes in several passes,
+        only the tokens of this pass are written; pass the same `out` to each combine.
         """
         return self.start_combine(arrival, result, out=out, add=add, ahead=False).wait()
 
@@ -343,8 +347,8 @@ class Exchange:
     ) -> Pending[CombinedRows]:
         """Start what `combine` does, and return while results travel. The sum is made in `wait`.
 
-        `ahead`: something is computed meanwhile. What is added may still be computed, too: the sum waits for it. If
-        that fails when results were sent, this rank alone raises, as it would behind the layer.
+        `ahead`: the caller computes something before it waits. A term of `add` may still be computed in the background;
+        the sum waits for it. If that job fails after results were sent, only this rank raises its error.
         """
 
         def sum_home(home: ResultsAtHome) -> CombinedRows:
@@ -364,13 +368,13 @@ class Exchange:
             home.sum_into(into[arrival.tokens], [term[arrival.tokens] for term in late])
             return CombinedRows(y_TH=into)
 
-        # What has ended is looked at now, while the others can still be told of an error.
+        # The error of a job that has ended is raised now, when it can still be announced to the others.
         terms = [term.wait() if isinstance(term, Background) and term.has_ended else term for term in add]
         there = [term for term in terms if isinstance(term, Tensor)]
         return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=there, ahead=ahead)
 
     def _late_term(self, arrival: Arrival, term: Background[Tensor]) -> Tensor:
-        """What is added to a sum and was still computed when results were sent."""
+        """A term of a sum that was still computed when results were sent: wait for it, and check it."""
         tensor = term.wait()
         check_output(arrival.spec, tensor, arrival.batch_tokens, self.group.device)
         return tensor
@@ -378,7 +382,7 @@ class Exchange:
     def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty.
 
-        Of a batch that goes in several passes, these are the results of this pass (`RankRows.joined`).
+        If a batch goes in several passes, these are the results of this pass; `RankRows.joined` joins those of all.
         """
 
         def hand_out(home: ResultsAtHome) -> RankRows:
@@ -406,7 +410,7 @@ class Exchange:
         add: Sequence[Tensor],
         ahead: bool,
     ) -> Pending[Home]:
-        """Send results back; `wait` returns what `use` makes of those of this rank's tokens."""
+        """Send results back; `wait` returns what `use` makes of the results of this rank's tokens."""
         self._take(arrival)
         spec, transport = arrival.spec, self.transport
         try:
@@ -438,7 +442,7 @@ class Exchange:
     def _come_home(
         self, arrival: Arrival, pending: Pending[ResultsAtHome], use: Callable[[ResultsAtHome], Home]
     ) -> Home:
-        """Wait for the results of this rank's tokens, and use them."""
+        """Wait for the results of this rank's tokens, and return what `use` makes of them."""
         spec, stats = arrival.spec, self.stats[arrival.spec.layer]
         with stats.waiting("combine"):
             for_others = True
@@ -460,7 +464,7 @@ class Exchange:
         return used
 
     def _ahead(self, pending: Pending[Home], ahead: bool) -> Pending[Home]:
-        """What a transport has started, with its wait in a thread of its own, where that is work and pays."""
+        """Move the wait of a phase into a background thread, if the wait does work that can overlap the caller's."""
         if ahead and self.transport.works_ahead and self.group.device.type == "cpu":
             return self.group.in_background(pending.wait)
         return pending
@@ -473,13 +477,13 @@ class Exchange:
 
     @by_one_thread
     def redirect(self, arrival: Arrival, spec: ExchangeSpec, *, again: bool = False) -> Arrival:
-        """The one arrival in flight, with results of another spec; `again`: after a combine that was refused."""
+        """Let the one arrival in flight be combined with another spec; `again`: after a combine that was refused."""
         self._in_flight.clear()
         redirected = replace(arrival, spec=spec, round=self.announcer.round + 1 if again else arrival.round)
         self._in_flight.add(redirected)
         return redirected
 
     def _take(self, arrival: Arrival) -> None:
-        """Take an arrival out of the queue, or say why it cannot be combined."""
+        """Take an arrival out of the queue; raise if it cannot be combined now."""
         self.trips.begin(arrival.spec.layer if isinstance(arrival, Arrival) else None)
         self._in_flight.take(arrival)

@@ -1,7 +1,7 @@
 """What a relay forwards inside its host: its own tokens and those that came from other hosts, as one batch.
 
-Each expert of each rank has an id of its own inside the host, copies too: which of them a row meets depends on its
-source, and was decided before it is forwarded.
+Inside the host each expert of each rank has an id of its own, and so has each replica: which replica serves a row
+depends on the row's source rank, and is decided before the row is forwarded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Forwarding:
 
     spec: ExchangeSpec  # the layer inside the host
     ranks: Sequence[int]  # the ranks of the host, as the group numbers them
-    inside_rank: Tensor  # of each rank of the group: its number there, -1 elsewhere; one more, for nobody
+    inside_rank: Tensor  # of each rank of the group: its number in the host, or -1; then -1 for nobody
     first_id: Tensor  # of each rank of the host: the id of its first expert
-    choice_counts: Tensor  # where kernels count choices: they are loaded for that alone
+    choice_counts: Tensor  # counts that nobody reads: only kernels that count choices are loaded
 
     @classmethod
     def of(cls, spec: ExchangeSpec, hosts: HostMap, host: int, device: torch.device) -> Forwarding:
-        """That of a layer inside one host."""
+        """The forwarding of a layer inside one host."""
         ranks, inside = hosts.ranks[host], inside_spec(spec, hosts, host)
         numbers = [*(ranks.index(rank) if rank in ranks else -1 for rank in range(spec.placement.world)), -1]
         firsts = [min(experts, default=0) for experts in inside.placement.table]
@@ -55,7 +55,7 @@ class Forwarding:
         heard: Sequence[Announcement],
         inside: InsideHost,
     ) -> tuple[Batch, dict[int, int]]:
-        """A rank's own batch and the packets that came to it, as one; and how many rows are of each source."""
+        """Join a rank's own batch and the packets that came to it; also return how many rows each source has."""
         spec, routes = batch.spec, batch.routes.routes
         assert isinstance(routes, Routes)
         own = {**batch.payloads, "weights": routes.topk_weights_TK.float()}
@@ -69,11 +69,11 @@ class Forwarding:
                 counts[source] = batch.num_tokens
             elif len(packets):
                 tensors = spec.dispatch_layout.unpack(packets)
-                # An id that no expert has was damaged on the way: its row is missed where it should have come to.
+                # An id that no expert has was damaged on the way: its row will be missing where it should have gone.
                 unknown_NK = (tensors["ids"] < 0) | (tensors["ids"] >= spec.num_experts)
                 rank_NK, local_NK = spec.placement.resolve(tensors["ids"].masked_fill(unknown_NK, -1), source)
                 if spec.max_rows is not None and not self._are_announced(rank_NK, heard[source]):
-                    rank_NK = torch.full_like(rank_NK, -1)  # there is room for what was announced only
+                    rank_NK = torch.full_like(rank_NK, -1)  # there is room for announced rows only
                 parts.append(tensors)
                 resolved.append((rank_NK, local_NK))
                 counts[source] = len(packets)
@@ -125,7 +125,7 @@ def _inside_announcements(
 
 
 def host_map(spec: ExchangeSpec) -> HostMap:
-    """The hosts of a layer's ranks; one host, where nobody has asked yet."""
+    """The hosts of a layer's ranks; all on one host, if the spec does not say."""
     return HostMap(spec.hosts or (0,) * spec.placement.world)
 
 
@@ -139,7 +139,7 @@ def inside_spec(spec: ExchangeSpec, hosts: HostMap, host: int) -> ExchangeSpec:
     )
     tokens = hosts.most_sources(host) * spec.max_tokens
     slots = len(hosts.ranks[host]) * tokens
-    # Where results cross in the dtype that they have, the rounding of the sum is that of the wire.
+    # If results cross in the layer's own dtype, the sum is rounded to it at once; else it is float32 until encoded.
     plain = [payload.dtype for payload in spec.combine_wire.payloads(spec.hidden_size)] == [spec.dtype]
     return replace(
         spec,
@@ -155,7 +155,7 @@ def inside_spec(spec: ExchangeSpec, hosts: HostMap, host: int) -> ExchangeSpec:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices one under the other. As bytes: torch does not join every dtype that a payload may have."""
+    """Concatenate matrices by rows. As bytes: torch does not concatenate every dtype that a payload may have."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)

@@ -4,27 +4,28 @@
     source ◄── relay: the sum over the ranks of its host          ◄── ranks of that host
                  torch.distributed                                  one_sided
 
-It is made of two others. Between hosts rows travel in messages, as in `two_sided`, but one for each (token, host), to
-the source's *relay* there (`host_map`). Inside a host a relay sends what it has, its own tokens and
-those that came, in one round trip of `one_sided`, whose ranks are those of the host and whose tokens are all of these.
-Quantized rows stay as they are on both parts of the way.
+It is made of two other exchanges. Between hosts rows travel in messages, as in `two_sided`, but one row for each
+(token, host), to the source's *relay* there (`host_map`). Inside a host each relay sends its own tokens and those that
+came to it from other hosts, together, in one round trip of `one_sided` between the ranks of the host. Quantized rows
+are not decoded in between.
 
 **The order of the sum.** The results of a host's ranks, each rounded to the layer's dtype, are added by the relay in
-float32, in rank order; that sum is rounded to the combine wire, for the own host, too. The sums of hosts are added at
-home in float32, in the order of hosts, and rounded once.
+float32, in rank order; that sum is rounded to the combine wire, also if it stays on the host. The sums of hosts are
+added at home in float32, in the order of hosts, and rounded once.
 
 **Phases.** In each phase all ranks of all hosts announce, in front of the rows that cross: an error on one rank ends
 the phase on all of them, before a row is forwarded or a sum is used. In the dispatch the ranks of a host meet once
-more, when relays have forwarded their rows. In the combine each marks that its results are in place, and relays sum
-when all of their host have. A relay that waits long for that may wait for a rank that is elsewhere, or lost: it
-announces first, and its sums follow when all ranks were heard. On GPUs they always follow: rows do so there anyway, and
-the kernel that sums waits for the others itself.
+more, when relays have forwarded their rows. In the combine each rank marks that its results are in place, and a relay
+sums when all ranks of its host have. If that takes long, a rank may have drifted, or be lost: then the relay announces
+first, and sends its sums after all announcements were received. On GPUs sums always follow the announcements: rows do
+so there anyway, and the kernel that sums waits for the other ranks itself.
 
-**Meanwhile.** What follows when rows have crossed, and the sums, are work that a thread of its own does if the caller
-computes between the start of a phase and its end.
+**Overlap.** If the caller computes between the start of a phase and its end, a background thread forwards the rows that
+have crossed, and makes the sums.
 
-**A loss** on either level is told on both. A rank that misses another one inside its host asks the whole group who is
-lost; a rank that hears of a loss in the group leaves the shared memory of its host, so that nobody waits for it there.
+**A loss** on either level ends the waits of both. A rank that misses another one inside its host asks the whole group
+who is lost; a rank that learns of a loss in the group leaves the shared memory of its host, so that no rank waits for
+it there.
 """
 
 from __future__ import annotations
@@ -68,25 +69,24 @@ from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 CROSSING = "crossing"  # the room for rows that come from other hosts
-# Seconds that a relay waits for the results of its host's ranks before it announces. Ranks whose experts take longer
-# than others by more make two messages of one.
+# Seconds that a relay waits for the results of its host's ranks before it announces without sums. If the experts of a
+# rank take longer than others by more than this, sums need a second message.
 _LONGEST_WAIT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _WayBack:
-    """What a rank remembers of a dispatch, as a relay and as a source."""
+    """What a rank keeps of a dispatch for its combine, as a relay and as a source."""
 
     inside: Arrival  # the rows that came from the relays of this host
     counts_by_source: dict[int, int]  # rows of each rank that this one is the relay of, in rank order
     tokens_by_host: tuple[Tensor, ...]  # this rank's own tokens that have an expert on each host
-    heads_NC: (
-        Tensor | None
-    )  # in a paranoid plan: whose the rows are that this rank has forwarded, by their checksums
+    # In a paranoid plan: source rank, token and round of each row that this rank has forwarded, from its checksums.
+    heads_NC: Tensor | None
 
 
 class HierarchicalTransport(Transport):
-    """Once to each host, and inside it by `one_sided`."""
+    """Sends each row once to each host, in a message, and forwards it inside the host by `one_sided`."""
 
     name = "hierarchical"
     bounds_rows = True
@@ -124,7 +124,7 @@ class HierarchicalTransport(Transport):
 
     @classmethod
     def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
-        """The slots of the host that takes most, and what a row takes between hosts."""
+        """Bytes of the workspace of the host that needs most, and bytes of a row between hosts."""
         hosts = host_map(spec)
         inside = [declarations.slot_bytes(inside_spec(spec, hosts, host)) for host in range(len(hosts.ranks))]
         return LayerBytes(
@@ -153,7 +153,7 @@ class HierarchicalTransport(Transport):
         specs: Sequence[ExchangeSpec],
         serve: Callable[[InsideHost, Sequence[ExchangeSpec]], None],
     ) -> None:
-        """Share memory inside every host, or inside none: then all ranks raise, and the old layers are served."""
+        """Share memory inside every host. If one host cannot, all ranks raise, and the old layers are still served."""
         if self._inside is None:
             self.hosts = host_map(specs[0])  # which ranks share a host
             # The number of this rank's own host.
@@ -170,7 +170,7 @@ class HierarchicalTransport(Transport):
         wanted = {spec.index: Forwarding.of(spec, self.hosts, self.host, self.group.device) for spec in specs}
 
         def share() -> None:
-            with suppress(PeerFailed):  # who cannot says so to the whole group
+            with suppress(PeerFailed):  # the rank that failed tells the whole group
                 serve(inside, [forwarding.spec for forwarding in wanted.values()])
 
         try:
@@ -205,7 +205,7 @@ class HierarchicalTransport(Transport):
 
     @contextmanager
     def _waiting_in_group(self) -> Iterator[None]:
-        """A wait for all ranks. Who hears of a loss leaves its host's memory: the others do not wait for it there."""
+        """A context for a wait for all ranks. After a loss, this rank leaves its host's shared memory."""
         try:
             yield
         except PeerLost:
@@ -214,7 +214,7 @@ class HierarchicalTransport(Transport):
 
     @contextmanager
     def _waiting_in_host(self) -> Iterator[None]:
-        """A wait for the ranks of this host. Who is lost, all ranks of all hosts find out together."""
+        """A context for a wait for the ranks of this host. After a loss, the whole group finds out who is lost."""
         here = self.inside.group
         here.deadline = self.group.deadline
         try:
@@ -272,7 +272,7 @@ class HierarchicalTransport(Transport):
         return [*counts[: self.group.size], *relayed]
 
     def _rows_for_relays(self, by_host: Sequence[int]) -> list[int]:
-        """Rows for each rank, of those that cross to each host."""
+        """Rows for each rank as a relay, given the rows that cross to each host."""
         rows = [0] * self.group.size
         for host, count in enumerate(by_host):
             if host != self.host:
@@ -283,7 +283,7 @@ class HierarchicalTransport(Transport):
     def _write(
         self, batch: Batch, tokens_by_host: Sequence[Tensor], packets_by_rank: Sequence[Tensor]
     ) -> None:
-        """Write what crosses to the relays of other hosts, with global ids."""
+        """Write the packets for the relays of other hosts, with global ids."""
         routes = batch.routes.routes
         assert isinstance(routes, Routes)
         for host, token_N in enumerate(tokens_by_host):
@@ -296,7 +296,7 @@ class HierarchicalTransport(Transport):
                 batch.spec.dispatch_layout.write_some([packets], batch.payloads, [token_N], own_routes)
 
     def _arriving(self, heard: Sequence[Announcement]) -> list[int]:
-        """Rows that come from each rank of another host, of which this one is the relay."""
+        """Rows that come from each rank of another host whose relay this rank is; 0 from all others."""
         sources = self.hosts.sources(self.group.rank)
         return [
             announcement.counts[self.group.size + self.host]
@@ -308,11 +308,11 @@ class HierarchicalTransport(Transport):
     def _forwarded(
         self, batch: Batch, packets_by_rank: Sequence[Tensor], heard: Sequence[Announcement]
     ) -> tuple[Batch, dict[int, int]]:
-        """What this rank sends inside its host, its own tokens and those that came; and how many of each source."""
+        """The batch that this rank sends inside its host, of its own tokens and those that came; and rows by source."""
         return self._forwarding[batch.spec.index].make_batch(batch, packets_by_rank, heard, self.inside)
 
     def _received(self, inside: Arrival, announced: Sequence[int]) -> ReceivedRows:
-        """What came by way of the relays, in the order of (source rank, token)."""
+        """The rows that relays forwarded to this rank, put into (source rank, token) order."""
         counts = list(announced)
         starts = [0] * self.group.size  # where the rows of each source begin, relay after relay
         end = 0
@@ -321,7 +321,7 @@ class HierarchicalTransport(Transport):
             for source in self.hosts.sources(relay):
                 starts[source] = end
                 end += counts[source]
-            if end - first != came:  # rows are missing: the exchange finds none of these, and says so
+            if end - first != came:  # rows are missing: none are taken, and `Arrival.check_counts` raises
                 for source in self.hosts.sources(relay):
                     starts[source], counts[source] = first, 0
             end = first + came
@@ -343,7 +343,7 @@ class HierarchicalTransport(Transport):
         )
 
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
-        """Packets for relays of other hosts, and rows of this rank's own tokens inside its host."""
+        """Bytes of packets for relays of other hosts, and of rows of this rank's own tokens inside its host."""
         inside = declarations.slot_bytes(self._forwarding[batch.spec.index].spec).dispatch_row
         sent = [0] * self.group.size
         for host, tokens in enumerate(self._tokens_by_host(batch.routes)):
@@ -382,7 +382,7 @@ class HierarchicalTransport(Transport):
         came = outgoing.start(replace(announcements, say=lambda: mine), partial(self._announced, due)).wait()
         sums_by_rank = came.packets_by_rank
         late = [bool(word.counts[-1]) for word in came.heard]
-        if any(late):  # all ranks were heard, so the results of all of them are in their place
+        if any(late):  # all ranks have announced, so the results of all of them are in their place
             send = sent if is_late else none
             receive = [count if follows else 0 for count, follows in zip(due, late, strict=True)]
             packets = torch.empty(sum(send), stride, dtype=torch.uint8, device=self.group.device)
@@ -396,7 +396,7 @@ class HierarchicalTransport(Transport):
         return self._at_home(arrival, sums_by_rank, own)
 
     def _announced(self, due: Sequence[int], heard: Sequence[Announcement]) -> list[int]:
-        """The sums that come with each rank's announcement: all that are due, or none if they follow."""
+        """The sums that come with each rank's announcement: all that are due, or none if they are sent later."""
         counts = []
         for rank, (word, count) in enumerate(zip(heard, due, strict=True)):
             announced = word.counts[self.group.rank] if len(word.counts) == self.group.size + 1 else -1
@@ -465,11 +465,11 @@ class HierarchicalTransport(Transport):
         return own
 
     def _due(self, arrival: Arrival) -> list[int]:
-        """The sums that each relay returns."""
+        """The number of sums that each relay returns to this rank."""
         return self._rows_for_relays([tokens.numel() for tokens in arrival.way_back.tokens_by_host])
 
     def _at_home(self, arrival: Arrival, arrived: Sequence[Tensor], own: EncodedRows) -> ResultsAtHome:
-        """The sums of all hosts, of this rank's own tokens."""
+        """The sums of all hosts for this rank's own tokens, as results at home."""
         spec = arrival.spec
         sums_by_host = []
         for host in range(len(self.hosts.ranks)):
@@ -483,7 +483,7 @@ class HierarchicalTransport(Transport):
         )
 
     def bytes_returned(self, arrival: Arrival) -> list[int]:
-        """Sums for sources elsewhere, of which this rank is the relay, and rows for the ranks of its host."""
+        """Bytes of sums for the sources on other hosts whose relay this rank is, and of results inside its host."""
         inside = declarations.slot_bytes(self._forwarding[arrival.spec.index].spec).combine_row
         returned = [0] * self.group.size
         for source, count in arrival.way_back.counts_by_source.items():
@@ -496,15 +496,14 @@ class HierarchicalTransport(Transport):
 
     def fail(self, failure: Failure) -> None:
         if failure.arrival is not None:
-            self.inside.mark(
-                failure.arrival.round
-            )  # nobody waits for these results: what is summed is not used
+            # So that no relay waits for these results: sums of this round are not used.
+            self.inside.mark(failure.arrival.round)
         with self._waiting_in_group():
             self.mailbox.announce(failure.announcements).wait()
 
 
 class DeviceHierarchicalTransport(HierarchicalTransport):
-    """The same between GPUs, where kernels move rows inside a host: as many as come."""
+    """`hierarchical` between GPUs: kernels move rows inside a host, and rows have no bound (`max_rows`)."""
 
     bounds_rows = False
 

@@ -1,9 +1,9 @@
-"""Which ranks share a host, and who takes the rows of whom there.
+"""Which ranks share a host, and which of them takes the rows that a rank sends to that host.
 
 A row that goes to another host goes to one rank of it, the *relay* of its source: the rank that has the same place
-there (the first of a host talks to the first of every other one, the second to the second), so that all ranks carry. A
-host with fewer ranks is counted through again: its rank `p mod n` serves place p of the others. On its own host every
-rank is its own relay.
+there (the first of a host sends to the first of every other one, the second to the second), so that all ranks share the
+work. In a host of only n ranks, rank `p mod n` is the relay of place p of the others. On its own host every rank is its
+own relay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostMap:
         )
 
     def relay(self, source: int, host: int) -> int:
-        """The rank of a host that takes what rank `source` sends there."""
+        """The rank of a host that takes the rows that rank `source` sends there."""
         own, there = self.ranks[self.host_of_rank[source]], self.ranks[host]
         return there[own.index(source) % len(there)]
 
@@ -43,7 +43,7 @@ class HostMap:
         return tuple(s for s in range(len(self.host_of_rank)) if self.relay(s, host) == relay)
 
     def most_sources(self, host: int) -> int:
-        """The most ranks that one rank of a host takes rows of."""
+        """The largest number of ranks whose rows one rank of a host takes, itself included."""
         return max(len(self.sources(rank)) for rank in self.ranks[host])
 
 

@@ -18,7 +18,7 @@ class InFlightQueue:
         self.capacity = capacity
         self._rank = rank
         self._waiting: deque[Arrival] = deque()
-        # By round: why an arrival will not be combined. The others are told when it is the oldest.
+        # By round: the error of an arrival that will not be combined. It is announced when that is the oldest one.
         self._given_up: dict[int, BaseException] = {}
 
     def __contains__(self, arrival: object) -> bool:
@@ -31,7 +31,7 @@ class InFlightQueue:
 
     @property
     def oldest(self) -> Arrival | None:
-        """The one that is combined next."""
+        """The arrival that must be combined next; None if nothing is in flight."""
         return self._waiting[0] if self._waiting else None
 
     @property
@@ -44,11 +44,11 @@ class InFlightQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be in flight."""
+        """Whether one more dispatch may be in flight."""
         return len(self._waiting) < self.capacity
 
     def check_room(self, spec: ExchangeSpec) -> None:
-        """Raise where one more would be too many."""
+        """Raise if no further dispatch may be in flight."""
         if not self.has_room:
             waiting = ", ".join(repr(arrival.spec.layer) for arrival in self._waiting)
             raise HandleError(
@@ -60,7 +60,7 @@ class InFlightQueue:
             )
 
     def check_empty(self, layer: str | None) -> None:
-        """Raise where an earlier dispatch would have to be combined before that of a whole round trip of a layer."""
+        """Raise if a dispatch is in flight: it would have to be combined before a whole round trip of this layer."""
         if self._waiting:
             earlier = self._waiting[0].spec.layer
             raise HandleError(
@@ -72,11 +72,11 @@ class InFlightQueue:
             )
 
     def add(self, arrival: Arrival) -> None:
-        """One more, which arrived just now."""
+        """Append an arrival, as the newest one."""
         self._waiting.append(arrival)
 
     def take(self, arrival: Arrival) -> None:
-        """Take an arrival out of the queue, or say why it cannot be combined now."""
+        """Take an arrival out of the queue; raise if it is not the oldest one, or not in flight."""
         if not isinstance(arrival, Arrival):
             raise ContractError(
                 f"combine was given {describe(arrival)} as its handle",
@@ -95,17 +95,17 @@ class InFlightQueue:
         self._waiting.popleft()
 
     def give_up(self, arrival: Arrival, error: BaseException) -> None:
-        """This one will not be combined. If it is not in flight, nobody waits for it any more."""
+        """Note that an arrival will not be combined, and why. Does nothing if it is not in flight."""
         if arrival in self:
             self._given_up[arrival.round] = error
 
     def take_given_up(self) -> Iterator[tuple[Arrival, BaseException]]:
-        """Take the oldest ones that were given up, up to one that was not; each with its error."""
+        """Take the oldest arrivals out, with their errors, until one comes that was not given up."""
         while self._waiting and self._waiting[0].round in self._given_up:
             oldest = self._waiting.popleft()
             yield oldest, self._given_up.pop(oldest.round)
 
     def clear(self) -> None:
-        """Nothing is in flight any more."""
+        """Forget all arrivals."""
         self._waiting.clear()
         self._given_up.clear()

@@ -21,7 +21,7 @@ from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
 class LocalTransport(Transport):
-    """One rank: rows are handed over to its own experts."""
+    """Serves a group of one rank: its rows go to its own experts."""
 
     name = "local"
     bounds_rows = True
@@ -47,7 +47,7 @@ class LocalTransport(Transport):
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         assert results.encoded is not None
-        # Detached: experts may return what wants a gradient, and what comes home never does.
+        # Detached: experts may return tensors that require a gradient, and results at home never do.
         payloads = {name: without_graph(payload) for name, payload in results.encoded.payloads.items()}
         results.before_telling()
 
@@ -65,7 +65,7 @@ class LocalTransport(Transport):
 
 
 def _received(batch: Batch) -> ReceivedRows:
-    """The rows of a batch that have an expert, which all of them arrive."""
+    """Copies of the rows of a batch that have an expert: all of them arrive."""
     rows, spec = batch.rows, batch.spec
     assert isinstance(rows, EncodedRows)
     (tokens_N,) = (None,) if batch.routes.stays_whole else batch.routes.tokens_by_rank
@@ -86,7 +86,7 @@ def _received(batch: Batch) -> ReceivedRows:
 
 
 def _copied(payloads: Mapping[str, Tensor], tokens_N: Tensor | None) -> dict[str, Tensor]:
-    """Payloads of some tokens, or of all; what wants a gradient stays behind."""
+    """Copies of the payloads of some tokens (None: of all), without their autograd graph."""
     if tokens_N is not None:
         return {name: without_graph(tensor)[tokens_N] for name, tensor in payloads.items()}
     contiguous = torch.contiguous_format

@@ -4,12 +4,12 @@
     │ announcement │ packets [rows, stride] │   to each rank, its own included
     └──────────────┴───────────────────────┘
 
-All of it leaves at once: nobody has to hear first how many rows come. A receiver has room for the longest message that
-a layer of the group's plans may send (`Group.allow_messages`), and reads in the announcement how many rows follow. The
-room is kept from round to round: fresh memory costs more than copying rows into it.
+Both leave at once: no rank has to know first how many rows come. A receiver has memory for the longest message that a
+layer of the group's plans may send (`Group.allow_messages`), and reads in the announcement how many rows follow. That
+memory, a *room*, is kept from round to round: to allocate it anew costs more than to copy rows into it.
 
-Rows that do not fit into a message follow in a variable all-to-all of their own, when all ranks were heard. Where rows
-are on GPUs, or have a bound (`plan(max_rows=…)`), those are all rows.
+Rows that do not fit into a message follow in a variable all-to-all of their own, after all announcements were received.
+If rows are on GPUs, or have a bound (`plan(max_rows=…)`), all of them follow in this way.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tokenyard.exchange.workspace import RowLayout, round_up
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer
 
-HOME = "home"  # the room for results that come home
-_PAGE = 4096  # bytes: rooms start at a multiple of it
+HOME = "home"  # the name of the room for results that come home
+_PAGE = 4096  # bytes: every room starts at a multiple of this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incoming:
-    """The rows that came, and what all ranks have announced."""
+    """The received rows, and the announcements of all ranks."""
 
     heard: Sequence[Announcement]
-    packets: Tensor  # `[N, stride]`: the rows of all ranks, and others that mean nothing
-    starts: list[int]  # by rank: where its rows start among them
+    packets: Tensor  # `[N, stride]`: the rows of all ranks, with unused ones in between
+    starts: list[int]  # by rank: the index of its first row among `packets`
     counts: list[int]  # by rank: how many rows came
-    # By rank: its rows, where they stand elsewhere.
+    # By rank: its rows, if they are not among `packets`.
     elsewhere: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -53,15 +53,16 @@ class Incoming:
         ]
 
     def slots(self) -> Tensor:
-        """Where the rows are among the packets, rank after rank."""
+        """The index of each row among `packets`, rank after rank."""
         return numbered(self.starts, self.counts)
 
 
 class Outgoing:
-    """Messages to be written, with so many rows for each rank: rows go into `packets_by_rank`, then `start` sends them.
+    """Messages with `counts[w]` rows for rank w: rows are written into `packets_by_rank`, then `start` sends them.
 
-    Those of the others come into the room `into`. `bounded`: all ranks hear first whether a rank gets more rows than it
-    may, and rows follow. `out`: the room for messages that are written for longer than until the next ones are.
+    Messages of other ranks are received into the room `into`. `bounded`: announcements are sent first, so that all
+    ranks know whether one would get too many rows, and rows follow. `out`: the name of a room of their own, for
+    messages that are written while others are sent; else all messages share one room.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Outgoing:
         out: Hashable = None,
     ) -> None:
         self._mailbox, self._stride = mailbox, stride
-        # Whether rows leave with the announcement; else they follow it, all of them.
+        # Whether rows leave with the announcement; else all of them follow it.
         self._at_once = bool(mailbox.group.longest_message) and not bounded
         group, me = mailbox.group, mailbox.group.rank
         first = mailbox.head_rows(stride) * stride  # where rows start in a message
@@ -86,8 +87,8 @@ class Outgoing:
         ]
         self._most, self._own, kept = mailbox.most(stride), 0, 0
         if self._at_once:
-            # What this rank sends to itself is written where it is read, in front of the messages of the others: in
-            # their room, or where messages have a room of their own in that one.
+            # This rank's message to itself is not sent but written where it is read: in front of the received messages,
+            # or if messages have a room of their own (`out`), in front of those.
             own, sizes[me] = first + counts[me] * stride, 0
             self._own, kept = (own, 0) if out is None else (0, own)
         self._room = mailbox.room(into, self._own + self._most * group.size)
@@ -97,7 +98,7 @@ class Outgoing:
         if self._at_once:
             messages[me] = self._room[: self._own] if self._own else space[:kept]
         self._kept = {me: messages[me][first:].view(-1, stride)} if kept else {}
-        # All that is written, as rows, where each has its place among them.
+        # The room of messages as a matrix of rows, if every row in it starts at a multiple of the stride.
         self._rows = space.view(-1, stride) if kept and not any(n % stride for n in sizes) else None
         self._heads = [message[: mailbox.head_bytes] for message in messages]
         self._late_rows = torch.empty(sum(self._late), stride, dtype=torch.uint8, device=group.device)
@@ -108,7 +109,7 @@ class Outgoing:
         ]
 
     def places(self, layout: RowLayout) -> CombineBuffer | None:
-        """Where the rows for all ranks stand, for experts that write them; None where it is not one matrix of them."""
+        """The buffer into which experts write the rows for all ranks; None if these do not lie in one matrix."""
         if self._rows is None or [payload.nbytes for payload in layout.payloads] != [layout.stride]:
             return None
         first = self._rows.data_ptr()
@@ -117,7 +118,7 @@ class Outgoing:
         return CombineBuffer(rows_SH=self._rows.view(layout.payloads[0].dtype), slots_R=slots_R)
 
     def _followers(self, counts: Sequence[int]) -> list[int]:
-        """Of so many rows for, or from, each rank: those that follow behind all announcements."""
+        """Of `counts[w]` rows for, or from, rank w: the number that is sent only after all announcements."""
         if not self._at_once:
             return list(counts)
         fits, me = self._mailbox.fits, self._mailbox.group.rank
@@ -128,10 +129,10 @@ class Outgoing:
         announcements: Announcements,
         arriving: Callable[[Sequence[Announcement]], list[int]] | None = None,
     ) -> Pending[Incoming]:
-        """Send the messages; `wait` returns the rows of the others, or raises what they say.
+        """Send the messages; `wait` returns the received rows, or raises if a rank announced that it failed.
 
-        `arriving` tells of all announcements how many rows come here from each rank; left out, each one's count for it.
-        None of them announces a smaller count than that of the rows that it sends.
+        `arriving` computes from all announcements how many rows come here from each rank; by default it is the count
+        for this rank. The largest count that a rank announces must not be below the rows that it sends to any one rank.
         """
         mailbox, group, stride = self._mailbox, self._mailbox.group, self._stride
         word = bytes_tensor(announcements.for_all().encode(mailbox.head_bytes)).to(group.device)
@@ -153,7 +154,7 @@ class Outgoing:
             if announcements.mine.error:
                 return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
             counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
-            # All ranks see the same numbers: either all of them send what is late, or none.
+            # All ranks see the same numbers: either all of them take part in the all-to-all of late rows, or none.
             all_fit = mailbox.fits(max(max(word.counts) for word in heard), stride)
             if not (all_fit and self._at_once):
                 return self._with_late(starts, heard, counts, phase)
@@ -167,7 +168,7 @@ class Outgoing:
     def _with_late(
         self, starts: list[int], heard: Sequence[Announcement], arriving: list[int], phase: str
     ) -> Incoming:
-        """What came, and what follows because it did not fit: as rows of their own, one under the other."""
+        """Receive the rows that did not fit into messages, and join them with those that came, in rank order."""
         mailbox, stride = self._mailbox, self._stride
         late = self._followers(arriving)
         followed = mailbox.group.all_to_all_rows(self._late_rows, self._late, late, phase=phase)
@@ -187,7 +188,7 @@ class Outgoing:
 class Mailbox:
     """Writes messages to all ranks of a group and reads theirs, in memory that it keeps.
 
-    One message to each rank is on its way at a time. Announcements have room for so many counts.
+    At most one message to each rank is on its way at a time. `serve` makes room for the counts of announcements.
     """
 
     def __init__(self, group: Group) -> None:
@@ -198,7 +199,7 @@ class Mailbox:
     def serve(self, specs: Sequence[ExchangeSpec], num_counts: Callable[[ExchangeSpec], int]) -> None:
         """Make room for the messages of these layers, as far as the group allows.
 
-        `num_counts`: the counts of an announcement of a layer; of one whose rows have a bound there are twice as many.
+        `num_counts` gives the number of counts that are announced of a layer's pass; with `max_rows` it is doubled.
         """
         counts = max(num_counts(spec) * (1 if spec.max_rows is None else 2) for spec in specs)
         self.head_bytes = round_up(ANNOUNCEMENT_BYTES + 8 * counts)
@@ -207,13 +208,13 @@ class Mailbox:
         self.group.allow_messages(max((self.head_rows(way) + rows) * way for way, rows in ways))
 
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
-        """Tell all ranks what this one announces, or that it failed, without rows; `wait` hears the same of them."""
+        """Send this rank's announcement to all ranks, without rows; `wait` returns those of all ranks."""
         none = [0] * self.group.size
         coming = Outgoing(self, self.head_bytes, none, into=HOME).start(announcements, lambda heard: none)
         return Pending(lambda: coming.wait().heard)
 
     def head_rows(self, stride: int) -> int:
-        """Rows that an announcement takes in front of rows of a stride."""
+        """The number of rows of this stride whose bytes an announcement takes up at the head of a message."""
         return -(-self.head_bytes // stride)
 
     def fits(self, count: int, stride: int) -> bool:
@@ -226,17 +227,17 @@ class Mailbox:
         return max(-(-longest // stride), self.head_rows(stride)) * stride if longest else self.head_bytes
 
     def read(self, heads: Sequence[Tensor]) -> list[Announcement]:
-        """What each rank has announced, at the head of its message."""
+        """Decode the announcements at the heads of all ranks' messages."""
         together = torch.stack(list(heads)).cpu().numpy()
         return [Announcement.decode(head.tobytes(), rank) for rank, head in enumerate(together)]
 
     def room(self, name: Hashable, nbytes: int) -> Tensor:
-        """Memory of a name: the same as before, if it suffices."""
+        """The memory of this name, `nbytes` of it: the same as in the call before, if that suffices."""
         found = self._rooms.get(name)
         if found is None or found.numel() < nbytes:
-            with torch.inference_mode(False):  # what is made there could not be written elsewhere
+            with torch.inference_mode(False):  # inference tensors could not be written outside of it
                 found = torch.empty(nbytes + _PAGE, dtype=torch.uint8, device=self.group.device)
-            # Rows of two rooms that are summed together then lie on common lines (`reduce`).
+            # With rooms at multiples of a page, rows of two of them that are summed lie on common lines (`reduce`).
             self._rooms[name] = found = found[-found.data_ptr() % _PAGE :][:nbytes]
         return found[:nbytes]
 

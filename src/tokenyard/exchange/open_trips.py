@@ -1,16 +1,15 @@
-"""The round trips of a rank that are under way: whose turn it is, and what becomes of all of them if one fails.
+"""The round trips of a rank that are under way: their order, and how all of them end if one fails.
 
-**Turns.** One thread makes the calls of a plan. One phase travels at a time: each call first finishes the one that was
-started before, so that a transport sees one phase after the other. Results go back in the order of the dispatches.
+**Turns.** One thread makes the calls of a plan. One phase travels at a time: each call first finishes the phase that
+was started before, so that a transport handles one phase after the other. Results go back in the order of dispatches.
 
-**One error, all ranks.** Bad input, or an expert that raises, on one rank must reach the others, which wait. So every
-phase starts with an announcement from each rank, "here is layer 3, round 17, so many rows", or "I failed,
-because …". A rank that fails still announces that, then raises its own error; the others raise `PeerFailed`;
-nothing is lost, and the group stays usable. Ranks that are in different layers, phases or rounds find out here
-(`Drifted`).
+**One error, all ranks.** When one rank raises (bad input, an expert that fails), the others wait for it and must be
+told. So every phase starts with an announcement from each rank: "layer 3, round 17, so many rows", or "I failed,
+because …". A rank that fails announces that, then raises its own error; the others raise `PeerFailed`; the group stays
+usable. Ranks that are in different layers, phases or rounds see it in these announcements, and raise `Drifted`.
 
 **A loss.** A wait that ends without the others' answer (a rank is lost, or this one was interrupted) breaks the plan
-(`usability`): nobody is told anything any more.
+(`usability`): this rank makes no more announcements.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _nothing() -> None:
 
 
 class OpenRoundTrips:
-    """Keeps the order of one rank's calls, and tells the other ranks where one of them fails."""
+    """Keeps the order of one rank's calls, and announces to the other ranks if one of the calls fails."""
 
     def __init__(
         self, transport: Transport, announcer: Announcer, usability: Usability, in_flight: InFlightQueue
@@ -49,18 +48,18 @@ class OpenRoundTrips:
         self._rank = transport.group.rank
         self._open: list[RoundTrip] = []  # in the order of their starts
         self._traveling: Pending[Any] | None = None  # the phase that was started last
-        self.one_thread = OneThread("the plan")  # which makes all calls
+        self.one_thread = OneThread("the plan")  # lets one thread at a time make calls
 
     # -- Turns ---------------------------------------------------------------------------------------------
 
     def begin(self, layer: str | None) -> None:
-        """Begin a call: finish what travels, or say why the plan cannot be used."""
+        """Begin a call: raise if the plan cannot be used, and finish the phase that travels, if one does."""
         self._usability.check(layer=layer)
         if self._traveling is not None:
             self.settle()
 
     def begin_dispatch(self, spec: ExchangeSpec) -> None:
-        """Begin the dispatch of a batch, for which there is room."""
+        """Begin the dispatch of a batch; raise if too many dispatches are in flight."""
         self.begin(spec.layer)
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
@@ -83,7 +82,7 @@ class OpenRoundTrips:
     def travels(
         self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None
     ) -> Pending[Result]:
-        """A phase that was started. It is finished when it is waited for, or before the next one is started."""
+        """Note a phase that was started: `finish` runs when it is waited for, or before the next phase starts."""
         self._traveling = traveling = Pending(finish, check)
         return traveling
 
@@ -94,37 +93,37 @@ class OpenRoundTrips:
             traveling.settle()
 
     def _settles(self) -> bool:
-        """Finish the phase that travels before an error is told; return whether it did not fail."""
+        """Finish the phase that travels, before an error is announced; return whether that phase succeeded."""
         try:
             self.settle()
-        except Exception:  # the error that is told is raised; this one, by whoever asks for what travels
+        except Exception:  # the caller raises the announced error; `wait` of this phase raises this one
             return False
         return True
 
     def add(self, trip: RoundTrip) -> RoundTrip:
-        """One more, that is made in several calls, each inside of `telling`, up to `end`."""
+        """Add a round trip that is made in several calls: each inside of `telling`; `end` removes it."""
         self._open.append(trip)
         return trip
 
     def end(self, trip: RoundTrip) -> None:
-        """This rank owes the others nothing more of a round trip."""
+        """Remove a round trip whose phases this rank has all made."""
         self._open = [other for other in self._open if other is not trip]
-        trip.advance = None  # it holds the batch
+        trip.advance = None  # the function keeps the tensors of the batch alive
 
     def end_all(self, why: str) -> list[RoundTrip]:
-        """All of them, which are given up."""
+        """Give up all round trips, and return them; `why` becomes part of the error of whoever finishes one."""
         ended, self._open = self._open, []
         for trip in ended:
             trip.ended_by = why
         return ended
 
     def close(self) -> None:
-        """The plan was closed: nothing is finished any more."""
+        """Give up the phase that travels and all round trips, because the plan was closed."""
         self._traveling = None
         self.end_all("the plan was closed")
 
     def check_turn(self, trip: RoundTrip) -> None:
-        """Raise unless the results of a round trip are the next ones that go back."""
+        """Raise unless it is this round trip's turn to send back its results."""
         layer = trip.spec.layer
         self._usability.check(layer=layer)
         if trip.ended_by is not None:
@@ -146,9 +145,9 @@ class OpenRoundTrips:
                 )
 
     def next_to_advance(self, trip: RoundTrip) -> RoundTrip:
-        """The round trip that goes on before a given one can: itself, unless another one's arrival is older.
+        """The round trip that must go on first: the given one, unless the oldest arrival in flight is another's.
 
-        That happens where a batch goes in several passes while another one is in flight. All ranks find the same one.
+        That happens if a batch goes in several passes while another one is in flight. All ranks find the same one.
         """
         oldest = self._in_flight.oldest
         return next((other for other in self._open if other.arrival is oldest is not None), trip)
@@ -156,15 +155,15 @@ class OpenRoundTrips:
     # -- One error, all ranks ------------------------------------------------------------------------------
 
     def telling(self, trip: RoundTrip) -> AbstractContextManager[None]:
-        """A part of a round trip. An error in it, on one rank, ends all round trips under way, on all ranks."""
+        """A context for a part of a round trip: an error inside, on one rank, ends all round trips, on all ranks."""
 
-        def failed(error: BaseException) -> None:  # one that is interrupted owes the others a word, too
+        def failed(error: BaseException) -> None:  # an interrupt is announced to the others, too
             self._end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
 
         return _Call(self.one_thread, _nothing, failed)
 
     def _check_dropped(self, spec: ExchangeSpec | None = None) -> None:
-        """Raise if nobody can finish a round trip any more; before a dispatch of a layer, if its spec is given."""
+        """Raise if a round trip was dropped unfinished; `spec`: this is asked before a dispatch of that layer."""
         for trip in self._open:
             if trip.is_dropped:
                 error = HandleError(
@@ -174,17 +173,17 @@ class OpenRoundTrips:
                     layer=trip.spec.layer,
                     rank=self._rank,
                 )
-                # Where one more may be in flight, the others have begun this dispatch, too.
+                # If there is room for one more dispatch in flight, the other ranks have begun this one, and wait.
                 owes_dispatch = spec is not None and self._in_flight.has_room
                 self._end_by(error, spec or trip.spec, owes_dispatch=owes_dispatch)
 
     def _end_by(self, error: BaseException, spec: ExchangeSpec, *, owes_dispatch: bool) -> NoReturn:
-        """End all round trips because of an error in one of them: tell the others, and raise it.
+        """End all round trips because of an error in one of them: announce it to the others, and raise it.
 
-        `owes_dispatch`: they wait for a dispatch of this rank, too.
+        `owes_dispatch`: the others wait for a dispatch of this rank, in addition to its combines.
         """
         trips = self.end_all(f"{type(error).__name__}: {error}")
-        # Where the phase before has failed, nobody begins this dispatch.
+        # If the phase before has failed, no rank begins this dispatch.
         settled = isinstance(error, PeerLost) or self._usability.broken_by is not None or self._settles()
 
         def tell() -> None:
@@ -199,19 +198,19 @@ class OpenRoundTrips:
         raise error
 
     def fail_dispatch(self, spec: ExchangeSpec, error: BaseException) -> NoReturn:
-        """Take part in a dispatch only to say that this rank has an error; raise it."""
+        """Take part in a dispatch only to announce that this rank failed; raise its error."""
         self._fail(spec, error, lambda: self._announce_failed_dispatch(spec, error))
 
     def fail_combine(self, arrival: Arrival, error: BaseException) -> NoReturn:
-        """Take part in the combine of an arrival only to say that this rank has an error; raise it."""
+        """Take part in the combine of an arrival only to announce that this rank failed; raise its error."""
         self._fail(arrival.spec, error, lambda: self._announce_failed_combine(arrival, error))
 
     def give_up(self, arrival: Arrival, error: BaseException) -> NoReturn:
-        """Raise an error that was found when the others had gone on: they hear of it in this rank's combine."""
+        """Raise an error found after the dispatch had ended; the others receive it in place of this rank's combine."""
         self._fail(arrival.spec, error, lambda: self._in_flight.give_up(arrival, error))
 
     def _fail(self, spec: ExchangeSpec, error: BaseException, tell: Callable[[], None]) -> NoReturn:
-        """Tell the others that this rank failed, then raise its error."""
+        """Announce by `tell` that this rank failed, unless the plan is broken; then raise its error."""
         if isinstance(error, TokenyardError):
             error.at(layer=spec.layer, rank=self._rank)
         if isinstance(error, PeerLost):
@@ -236,16 +235,16 @@ class OpenRoundTrips:
         )
 
     def tell_given_up(self, spec: ExchangeSpec) -> None:
-        """Take part in the combines of the oldest arrivals that were given up, only to say so."""
+        """Take part in the combines of the oldest arrivals, if these were given up, only to announce that."""
         for arrival, error in self._in_flight.take_given_up():
             with self._usability.waiting(spec):
                 self._announce_failed_combine(arrival, error)
 
 
 class _Call:
-    """A call that one thread makes, and what is done if it fails.
+    """A context for a call that one thread makes: `begin` runs on entering, `failed` if an error leaves it.
 
-    A class, as every call of a layer enters some: a generator takes some microseconds more.
+    A class and no generator, because every call of a layer enters some, and a generator takes microseconds more.
     """
 
     __slots__ = ("_begin", "_failed", "_one_thread")

@@ -1,14 +1,15 @@
-"""A batch in several passes: what a rank receives in one of them has a bound, `plan(max_rows=…)`.
+"""A batch in several passes, so that a rank receives at most `plan(max_rows=…)` rows in each.
 
 A pass is a round trip of some tokens of each rank: its rows go out, experts compute them, its results come home. In
-front of each pass every rank announces two things to all: the rows that it brings, and those that it leaves for later.
-So all ranks know alike, before a row moves, whether the pass fits, and whether another one follows.
+front of each pass every rank announces to all the rows that it brings, and the rows that it leaves for later passes.
+From these, all ranks know before a row moves whether the pass fits, and whether another one follows.
 
-    first try      all tokens of the batch           fits: one pass, and nothing more was said than without a bound
-    else           the first n-th of what is left     n from what was announced: times by which the fullest rank is over
-    still over     a larger n                         at last one token of each rank, for which there is room
+    first try         all tokens of the batch         if they fit, this is the only pass
+    too many rows     the first n-th of tokens left   n: rows announced for the fullest rank, over `max_rows`
+    still too many    a larger n                      at last one token of each rank, for which there is room
 
-A rank takes consecutive tokens, so each token's results are complete in its pass, and its sum is that of one pass.
+A pass takes whole tokens, consecutive ones. So all results of a token come home in one pass, and its sum has the same
+bits as without a bound. Some exchanges bound other *places* than ranks, such as relays (`Transport.loads`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-# What a rank that announces certain counts brings to each place of an exchange that has a bound: `Transport.loads`.
+# `Transport.loads`: the rows that a rank, given the counts that it announces, brings to each place with a bound.
 Loads = Callable[[int, Sequence[int]], Sequence[int]]
 
 
@@ -24,12 +25,12 @@ class TooManyRows(Exception):
     """An announced pass brings more rows to a rank than it has room for. All ranks raise it before a row moves."""
 
     def __init__(self, most: int) -> None:
-        self.most = most  # rows at the fullest place
+        self.most = most  # rows at the place that would get most
 
 
 @dataclass(kw_only=True, eq=False)
 class RowBound:
-    """What all ranks hear of one pass: whether it fits, and what is left."""
+    """Finds from all ranks' announcements whether a pass fits, and how many rows are left for later passes."""
 
     max_rows: int  # rows that a rank has room for
     loads: Loads
@@ -37,7 +38,7 @@ class RowBound:
     left: int = field(init=False)
 
     def hear(self, counts_by_rank: Sequence[Sequence[int]]) -> None:
-        """Take what each rank announces, the counts of this pass and as many of later ones; raise if it is too much."""
+        """Take each rank's counts, of this pass and then as many of later ones; raise if this pass does not fit."""
         now, later = (
             [self.loads(rank, part) for rank, part in enumerate(parts)]
             for parts in zip(
@@ -50,7 +51,7 @@ class RowBound:
 
 
 def fullest(loads_by_rank: Sequence[Sequence[int]]) -> int:
-    """The rows at the place that gets most.
+    """The rows at the place that gets most, from all source ranks.
 
     >>> fullest([[1, 2], [0, 3]])
     5
@@ -59,7 +60,7 @@ def fullest(loads_by_rank: Sequence[Sequence[int]]) -> int:
 
 
 def parts_for(rows: int, max_rows: int) -> int:
-    """How many parts so many rows at the fullest place are cut into.
+    """The number of parts to cut tokens into that bring `rows` rows to the place that gets most.
 
     >>> parts_for(0, 8), parts_for(8, 8), parts_for(17, 8)
     (1, 1, 3)
@@ -68,7 +69,7 @@ def parts_for(rows: int, max_rows: int) -> int:
 
 
 def more_parts(parts: int, rows: int, max_rows: int) -> int:
-    """How many parts to try when one of `parts` parts has so many rows: a quarter more at least, so it ends soon.
+    """The number of parts to try if one of `parts` parts has `rows` rows: at least a quarter more, for few tries.
 
     >>> more_parts(1, 17, 8), more_parts(5, 9, 8)
     (3, 7)
@@ -77,7 +78,7 @@ def more_parts(parts: int, rows: int, max_rows: int) -> int:
 
 
 def first_part(tokens: int, parts: int) -> int:
-    """The tokens of the first of so many parts: at least one, where there are any.
+    """The number of tokens in the first of `parts` parts: at least one, if there are any.
 
     >>> first_part(10, 4), first_part(3, 8), first_part(0, 2)
     (3, 1, 0)

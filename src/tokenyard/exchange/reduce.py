@@ -1,13 +1,14 @@
-"""The sum over ranks: float32, in rank order, rounded once, and read only once from where the rows came home.
+"""The sum over ranks: in float32, in rank order, rounded once, with each row read only once.
 
-A token has at most one row from each rank, and rows stand in the order of tokens. There are two ways, with the same
-order of additions, that of `RankRows.sum`, and the same bits:
+A token has at most one row from each rank, and rows stand in the order of tokens. There are two ways. Both add in the
+order of `RankRows.sum`, and give the same bits:
 
-- **Where they stand.** Rows of the output's own dtype are rows of one table: the memory from the first to the last of
-  them, whoever it belongs to in between. A sparse matrix of ones, a line per token with its rows in rank order, times
-  that table is the sum. Torch adds the products up in float32, in the order of the line, and rounds at its end.
+- **Where they stand.** Rows of the output's own dtype are taken as lines of one table: all memory from the first of
+  them to the last, whatever lies in between. The sum is the product of a sparse matrix of ones, which has a line per
+  token with its rows in rank order, and that table. Torch adds the products of a line in float32, in their order, and
+  rounds at the end.
 - **Decoded.** Else the tokens are walked in blocks whose float32 sums stay in the cache: for each rank in turn the
-  block's rows are decoded and added, then whatever the caller adds, then the block is rounded into the output.
+  block's rows are decoded and added, then the tensors that the caller adds, then the block is rounded into the output.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from tokenyard.formats.base import EncodedRows
 # CPU time of a sum at T 512, H 2048 from 4 ranks, 4 processes on 2 cores: 8.1 ms at 32 Ki, 5.1 to 6.5 at 64 Ki,
 # 4.6 to 5.7 at 128 Ki, 5.3 to 6.5 at 256 Ki.
 BLOCK = 128 * 1024
-# Elements of a block that is summed where it stands: each has a fixed cost, and its result is memory to be made and
+# Elements of a block that is summed where it stands: each block has a fixed cost, and its result is allocated and
 # copied. The same sum by one process alone: 3.5 ms at 64 Ki, 3.0 at 128 Ki, 2.7 at 256 Ki, 2.3 at 512 Ki and 1 Mi.
 TABLE_BLOCK = 512 * 1024
-# Bytes: a table of narrower lines has so many that their index costs more than decoding.
+# Bytes: a table with narrower lines has so many lines that to index them costs more than to decode the rows.
 NARROWEST_LINE = 512
 
 
@@ -50,7 +51,7 @@ def sum_over_ranks(
 
 
 def _sum_of_one_rank(rows: EncodedRows, out_TH: Tensor) -> Tensor:
-    """Write into `out_TH` the rows of all tokens, which one rank has. The sum begins with +0, which makes +0 of -0."""
+    """Write the rows of one rank, which has all tokens, into `out_TH`. Adds 0, as a sum does: -0 becomes +0."""
     record(Duty.REDUCE_RANKS, out_TH.shape[0])
     y_TH = without_graph(rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype))
     if y_TH.dtype == out_TH.dtype:
@@ -59,7 +60,7 @@ def _sum_of_one_rank(rows: EncodedRows, out_TH: Tensor) -> Tensor:
 
 
 def without_graph(tensor: Tensor) -> Tensor:
-    """A tensor that wants no gradient: this one, or a view of it."""
+    """The tensor without its autograd graph: itself, or a detached view."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -68,7 +69,7 @@ def without_graph(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Memory that holds the rows of all ranks, cut into lines: a row is one line, or some consecutive ones."""
+    """Memory that holds the rows of all ranks, cut into lines: a row is one line, or several consecutive ones."""
 
     lines: Tensor
     lines_per_row: int
@@ -77,7 +78,7 @@ class _Table:
 
 
 class _Memory:
-    """Bytes at an address, as NumPy wants to be told of them."""
+    """Bytes at an address, described by NumPy's array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {
@@ -89,7 +90,7 @@ class _Memory:
 
 
 def _table_of(home: Sequence[EncodedRows], out_TH: Tensor) -> _Table | None:
-    """One table for the rows of all ranks; None where they must be decoded or do not lie on common lines."""
+    """One table for the rows of all ranks; None if they must be decoded, or do not lie on common lines."""
     if out_TH.device.type != "cpu" or any(rows.format.quantized for rows in home):
         return None
     rows_by_rank = [next(iter(rows.payloads.values())) for rows in home]
@@ -103,7 +104,7 @@ def _table_of(home: Sequence[EncodedRows], out_TH: Tensor) -> _Table | None:
     line = gcd(row_bytes, *(n for rows in there for n in (rows.data_ptr() - start, rows.stride(0) * size)))
     if line < min(NARROWEST_LINE, row_bytes):
         return None
-    # What lies between the rows may be anybody's: no line of it is ever read.
+    # The memory between the rows may hold anything: no line of it is ever read.
     memory = torch.from_numpy(np.asarray(_Memory(start, end - start)))
     return _Table(
         lines=memory.view(out_TH.dtype).view(-1, line // size),
@@ -149,7 +150,7 @@ def _sum_where_they_stand(table: _Table, tokens_by_rank: Sequence[Tensor], out_T
 
 
 with warnings.catch_warnings():
-    # Torch tells once per process that its sparse matrices are young. Here it need not: `RankRows.sum` is the twin.
+    # Torch warns once per process that its sparse CSR tensors are in beta. Here a twin checks them: `RankRows.sum`.
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 1], [0], [1.0], size=(1, 1), check_invariants=False)
 
@@ -157,7 +158,7 @@ with warnings.catch_warnings():
 # -- Decoded -----------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()  # a residual may want a gradient; layers have none, and sums are made in place
+@torch.no_grad()  # a residual may require a gradient; layers have none, and sums are made in place
 def _sum_decoded(
     home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
 ) -> Tensor:
@@ -175,7 +176,7 @@ def _sum_decoded(
             first, last = bound[number], bound[number + 1]
             if first < last:
                 some_TH = _decode(rows.slice(first, last), decoded_TH[: last - first])
-                # No token twice within a rank: the additions have one order, on any device.
+                # No token occurs twice within a rank, so the order of additions is fixed, on any device.
                 sums_TH.index_add_(0, tokens[first:last] - start, some_TH)
         for term_TH in add:
             sums_TH += term_TH[start:end].float()
@@ -184,7 +185,7 @@ def _sum_decoded(
 
 
 def _decode(rows: EncodedRows, into_NH: Tensor) -> Tensor:
-    """Rows as float32; plain ones into memory that is there."""
+    """Decode rows to float32; rows of a plain format are written into `into_NH`, without a new tensor."""
     if rows.format.quantized:
         return rows.decode(torch.float32)
     (data,) = rows.payloads.values()

@@ -1,4 +1,4 @@
-"""One round trip of one layer, as the layer makes it: encode, dispatch, combine; or start and wait for each."""
+"""One round trip of one layer, step by step: encode, dispatch, combine; or a start and a wait for each phase."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class RoundTrip:
-    """A dispatch and its combine, and what this rank still owes the others of them."""
+    """A dispatch and its combine, and which of them the other ranks still wait for this rank to make."""
 
     exchange: Exchange  # what moves the rows
     spec: ExchangeSpec  # what the exchange knows of the layer
     # Whether the others still wait for this rank's dispatch: the first one, or after a combine that of the next pass.
-    # A combine is owed as long as the arrival is in flight.
+    # They wait for its combine as long as the arrival is in flight.
     owes_dispatch: bool = True
-    is_dropped: bool = False  # whether nobody is left who could finish it
-    ended_by: str | None = None  # the error that has ended it, with all others that were under way
-    # Computes what came to this rank in the present pass, sends it back, and starts the next pass. The layer sets it.
+    # Whether the caller dropped what `start` returned, so that nothing can finish it.
+    is_dropped: bool = False
+    # Why it was given up, with all round trips that were under way; None: it was not.
+    ended_by: str | None = None
+    # Runs the experts on the rows of the present pass, sends results back, starts the next pass. The layer sets it.
     advance: Callable[[], None] | None = None
-    ahead: bool = False  # whether something is computed between the start of a phase and its end
-    takes_slots: bool = False  # whether empty slots may be among the rows that come, with ids of -1
+    ahead: bool = False  # whether the caller computes something between the start of a phase and its end
+    # Whether the experts accept empty slots among the received rows, with ids of -1.
+    takes_slots: bool = False
     _arriving: Pending[Arrival] | None = None
     _coming_home: Pending[CombinedRows] | None = None
-    _out: Tensor | None = None  # what the passes of a batch write into, where the caller gave nothing
+    _out: Tensor | None = None  # what all passes of a batch write into, if the caller gave no `out`
 
     @property
     def arrival(self) -> Arrival | None:
@@ -53,7 +56,7 @@ class RoundTrip:
         return self._coming_home is not None and not self.owes_dispatch
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
-        """The rows of a batch, as the exchange takes them."""
+        """The rows of a batch, encoded as the exchange wants them (`Exchange.encode`)."""
         with acting(Party.SENDER):
             return self.exchange.encode(self.spec, x_TH)
 
@@ -63,7 +66,7 @@ class RoundTrip:
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
-        """Dispatch; from now on, this rank owes the others a combine."""
+        """Dispatch a batch; return the rows that came. The other ranks then wait for this rank's combine."""
         with acting(Party.SENDER):
             self._start_dispatch(rows, routes, extra)
         return self.received()
@@ -96,13 +99,13 @@ class RoundTrip:
             self._arriving = self.exchange.start_next(arrival)
 
     def received(self) -> ReceivedRows:
-        """Wait for the rows that the others sent here."""
+        """Wait for the rows that come to this rank."""
         return self._arrived().received
 
     def combine(
         self, result: ExpertResult, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
     ) -> CombinedRows:
-        """Combine what was dispatched."""
+        """Send back the results of the received rows; return the sums of this rank's tokens (`Exchange.combine`)."""
         return self.exchange.combine(self._arrived(), result, out=out, add=add)
 
     def start_combine(
@@ -112,7 +115,7 @@ class RoundTrip:
         out: Tensor | None = None,
         add: Sequence[Tensor | Background[Tensor]] = (),
     ) -> None:
-        """Combine what was dispatched, and return while results travel."""
+        """Start what `combine` does, and return while results travel."""
         arrival = self._arrived()
         more_follow = arrival.has_more
         if more_follow and self._out is None:  # all passes write into one tensor
@@ -129,7 +132,7 @@ class RoundTrip:
         return self._coming_home.wait()
 
     def come_home(self) -> Tensor:
-        """Make all passes of the batch, and wait for its results: where nothing else is in flight."""
+        """Make all passes of the batch, and wait for its results. No other dispatch may be in flight."""
         while not self.is_sent_back:
             assert self.advance is not None  # the layer has set it
             self.advance()

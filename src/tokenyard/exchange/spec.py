@@ -16,7 +16,7 @@ from tokenyard.routing import Placement
 
 # The payload that rows of a paranoid plan carry beside all others, out and back (`integrity.checksums`).
 CHECKSUMS = "checksums"
-SOURCE, TOKEN, ROUND = range(3)  # numbers that say whose row it is, in front of them
+SOURCE, TOKEN, ROUND = range(3)  # its first columns, which say whose row it is
 CHECKSUM_HEAD = 3
 
 
@@ -38,20 +38,20 @@ class ExchangeSpec:
     carries_logits: bool = False  # whether logits travel instead of routes
     extra: tuple[Payload, ...] = ()  # further payloads of the caller's, one row per token
     reduces_ranks: bool = True  # whether the exchange sums over ranks; else the caller does
-    # Whether each choice's result comes home, to be summed there in the order of a token's choices; else each rank sums
-    # its experts of a token.
+    # Whether the result of each choice comes home by itself, to be summed there in the order of a token's choices; else
+    # each rank sums over its own experts of a token first.
     sums_choices: bool = False
-    # Where experts were lost with their ranks: whether a token's other weights make up for it.
+    # If experts were lost with their ranks: whether a token's other weights grow to make up for those of lost ones.
     renormalizes_dropped: bool = False
     # The number of the host of each rank, where results are summed inside each host first; else empty.
     hosts: tuple[int, ...] = ()
-    # The most rows that a rank receives in one pass of a batch; None: all that may come have room.
+    # The most rows that a rank receives in one pass of a batch; None: there is room for all that may come.
     max_rows: int | None = None
-    # The dtype of sums over ranks that are rounded again later; None: they are the result, in the layer's.
+    # The dtype of sums over ranks that are summed again later, as relays' are; None: they are the result, in `dtype`.
     sum_dtype: torch.dtype | None = None
     # Whether experts may move to other ranks, and be copied there, while the layer is served.
     movable: bool = False
-    # Whether rows carry checksums, by which the other end sees that they are what was sent (a paranoid plan).
+    # Whether rows carry checksums, which the receiver compares (a paranoid plan).
     checksummed: bool = False
 
     @cached_property
@@ -76,21 +76,21 @@ class ExchangeSpec:
         return (*self.extra, Payload(name=CHECKSUMS, dtype=torch.int64, width=CHECKSUM_HEAD + own + routes))
 
     def rows(self, tensors: Mapping[str, Tensor]) -> EncodedRows:
-        """The rows of the way out, whose payloads are among these tensors."""
+        """Dispatched rows in the wire; their payloads are picked by name from these tensors."""
         payloads = {payload.name: tensors[payload.name] for payload in self.wire.payloads(self.hidden_size)}
         return EncodedRows(format=self.wire, hidden_size=self.hidden_size, payloads=payloads)
 
     def results(self, payloads: Mapping[str, Tensor]) -> EncodedRows:
-        """The results of the way back that have these payloads."""
+        """Results in the combine wire that have these payloads."""
         return EncodedRows(format=self.combine_wire, hidden_size=self.hidden_size, payloads=payloads)
 
     @property
     def slots(self) -> int:
-        """Rows that may arrive on a rank at a time: `max_tokens` from each, or `max_rows`."""
+        """Rows that may arrive on a rank at a time: `max_tokens` from each rank, or `max_rows` in all."""
         return self.placement.world * self.max_tokens if self.max_rows is None else self.max_rows
 
     def first_slots(self, counts: Sequence[int]) -> list[int]:
-        """The slot of the first row of each rank, of which so many come: windows, or one behind the other."""
+        """The slot of each source rank's first row: windows of `max_tokens`, or with `max_rows` no gaps."""
         if self.max_rows is None:
             return [source * self.max_tokens for source in range(len(counts))]
         return [0, *accumulate(counts[:-1])]
@@ -102,7 +102,7 @@ class ExchangeSpec:
 
     @property
     def results_per_row(self) -> int:
-        """Results that a row may have on a rank: one, or one for each of its choices."""
+        """The most results that a row has on a rank: one, or one for each of its choices."""
         return self.top_k if self.sums_choices else 1
 
     @cached_property

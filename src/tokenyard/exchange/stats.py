@@ -17,24 +17,24 @@ class MoveStats:
     """Counters of one layer's moves to other placements, on one rank."""
 
     experts: int = 0  # experts that came to this rank while the plan was in use
-    nbytes: int = 0  # bytes that came, with those of layers that switched together
+    nbytes: int = 0  # bytes that came, including those of layers that switched at the same time
     copy_s: float = 0.0  # seconds that copying took for the last switch, while the layers ran
     switches: int = 0  # to other placements
     switch_s: float = 0.0  # seconds of the last switch, in which no layer runs
-    given_up: int = 0  # moves after which experts were where they had been
-    looks: int = 0  # at the load, by `rebalance` without placements and by `autobalance`
-    imbalance: float = 0.0  # the busiest rank over the mean, at the last look
+    given_up: int = 0  # moves that were given up: the experts stayed where they were
+    looks: int = 0  # times that `autobalance`, or `rebalance` without placements, looked at the load
+    imbalance: float = 0.0  # load of the busiest rank over the mean load, at the last look
     imbalance_before: float = 0.0  # the same, at the look before
-    imbalance_expected: float = 0.0  # what the last placement that was found promised
+    imbalance_expected: float = 0.0  # the imbalance computed for the last better placement that was found
     refused: str = ""  # why `autobalance` could not move what it wanted to, the last time
 
     def count_look(self, imbalance: float) -> None:
-        """One more look at the load."""
+        """Count one more look at the load, and keep the imbalance that it found."""
         self.looks += 1
         self.imbalance_before, self.imbalance = self.imbalance, imbalance
 
     def count_switch(self, came: int, seconds: float, nbytes: int, copying: float) -> None:
-        """A switch to another placement, for which so many experts and bytes came."""
+        """Count a switch to another placement, for which `came` experts came to this rank."""
         self.switches += 1
         self.experts += came
         self.nbytes += nbytes
@@ -55,7 +55,7 @@ class LayerStats:
     dispatch_bytes: list[int] = field(default_factory=list)  # bytes put on the wire for each rank
     combine_bytes: list[int] = field(default_factory=list)  # bytes of results, returned to each rank
     lost: list[int] = field(default_factory=list)  # ranks that are gone, as the whole group numbered them
-    moves: MoveStats = field(default_factory=MoveStats)  # experts that move, and the load that they answer
+    moves: MoveStats = field(default_factory=MoveStats)  # moves of experts, and the imbalance of the load
     # Seconds in which this rank moved bytes or waited for others, by phase.
     wait_s: dict[str, float] = field(default_factory=lambda: {"dispatch": 0.0, "combine": 0.0})
 
@@ -73,14 +73,14 @@ class LayerStats:
         *,
         is_next: bool = False,
     ) -> None:
-        """One more dispatch: of another batch, or of the next pass of the same."""
+        """Count one more dispatch: of a batch, or (`is_next`) of a further pass of the same batch."""
         self.rounds += not is_next
         self.passes += 1
         self.tokens += tokens
         self.count_rows(sent, received, nbytes)
 
     def count_rows(self, sent: Sequence[int], received: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Some more rows, where they are known only after their dispatch."""
+        """Add rows and bytes, by rank. Called by itself if they are known only after their dispatch."""
         for totals, more in (
             (self.rows_sent, sent),
             (self.rows_received, received),
@@ -90,17 +90,17 @@ class LayerStats:
                 totals[rank] += count
 
     def count_dropped(self, dropped_TK: Tensor) -> None:
-        """Some more choices that nobody serves. A graph that is being captured cannot be asked how many."""
+        """Count choices that no rank serves; not during a CUDA graph capture, in which the host can read nothing."""
         if not (dropped_TK.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.dropped += int(dropped_TK.sum())
 
     def count_combine(self, nbytes: Sequence[int]) -> None:
-        """One more combine."""
+        """Add the bytes of one more combine, by rank."""
         for rank, count in enumerate(nbytes):
             self.combine_bytes[rank] += count
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
-        """Count the seconds in which this rank moves bytes or waits for others."""
+        """A context whose seconds are added to `wait_s` of a phase."""
         return self._stopwatches[phase]
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,15 +108,15 @@ class LayerStats:
         return asdict(self)
 
 
-# Choices up to which a batch is counted as Python's numbers: an operation of torch takes longer.
+# Choices up to which a batch on the CPU is counted in Python: an operation of torch takes longer.
 _FEW_CHOICES = 64
 
 
 class LoadCounter:
     """How many choices of this rank's tokens fell on each expert, by layer, since the counts were last reset.
 
-    Counts stand in one tensor for each layer, where the rows are, and are added there: nobody waits for them, and a
-    CUDA graph that holds a dispatch counts whenever it is replayed.
+    Each layer has one tensor of counts on the device of the rows. Counting there needs no wait, and a CUDA graph that
+    holds a dispatch counts whenever it is replayed.
 
     >>> counter = LoadCounter(torch.device("cpu"))
     >>> counter.serve({"moe": 3})
@@ -127,12 +127,12 @@ class LoadCounter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counts: dict[str, Tensor] = {}  # of choices of nobody, then of each expert
+        self._counts: dict[str, Tensor] = {}  # choices of nobody, then of each expert
         self._few: dict[str, list[int]] = {}  # the same, of small batches on a CPU
 
     def serve(self, num_experts: Mapping[str, int]) -> None:
-        """Count for these layers, with so many experts each. What is made here is not made inside a CUDA graph."""
-        with torch.inference_mode(False):  # what is made there could not be written elsewhere
+        """Count for these layers, with so many experts each. Allocates their tensors, before any CUDA graph capture."""
+        with torch.inference_mode(False):  # inference tensors could not be written outside of it
             for layer, count in num_experts.items():
                 if len(self._few.get(layer, ())) != count + 1:
                     self._counts[layer] = torch.zeros(count + 1, dtype=torch.int64, device=self._device)
@@ -141,7 +141,7 @@ class LoadCounter:
             del self._counts[layer], self._few[layer]
 
     def count(self, layer: str, topk_ids_TK: Tensor) -> None:
-        """Some more choices."""
+        """Add the choices of a batch to the counts of a layer."""
         if topk_ids_TK.is_cpu and topk_ids_TK.numel() <= _FEW_CHOICES:
             counts = self._few[layer]
             for choices in topk_ids_TK.tolist():

@@ -4,15 +4,16 @@
     send_back(results) → Pending   .wait() → ResultsAtHome   the results of this rank's tokens
     fail(failure)                                            take part in a phase only to say that this rank failed
 
-An `Exchange` checks batches and results, keeps their order, tells failures and counts; a transport knows bytes and
-ranks, not layers, experts or duties. It may be made of other transports, and it may wrap one.
+An `Exchange` checks batches and results, keeps their order, announces failures and keeps statistics. A transport knows
+bytes and ranks, not layers, experts or duties. It may be made of other transports, and it may wrap one.
 
-- **Sending and waiting are separate calls.** `send` and `send_back` wait for nobody: what lies between them and `wait`
-  is free for computation. They raise before anything has left this rank, or not at all.
-- **Announcements.** In each phase every rank tells the others where it is, and hears from all of them, before it
-  believes what came: `batch.announcements` says what to tell, and `heard` raises if a rank failed or is elsewhere.
+- **Sending and waiting are separate calls.** `send` and `send_back` wait for no other rank: the caller may compute
+  between them and `wait`. If they raise, they do so before anything has left this rank.
+- **Announcements.** In each phase every rank sends its announcement to the others, and uses the rows that came only
+  when it has the announcements of all ranks. `batch.announcements` makes them; its `heard` raises if a rank failed, or
+  is in another layer, phase or round.
 - **Order.** Rows arrive in the order of (source rank, token), each once for each rank.
-- **Waits** go through the calls of the group, or end at its deadline: they raise `PeerLost`.
+- **Waits** are calls of the group, or end at its deadline. A wait that ends without an answer raises `PeerLost`.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import Format
 from tokenyard.group.base import Group, Pending
 
-Term = TypeVar("Term")  # what is added to a sum
+Term = TypeVar("Term")  # what the sum of a combine adds: a tensor of the caller's
 
 
 class Transport(ABC):
-    """Moves rows for all layers of a plan. What it supports and reaches, it declares."""
+    """Moves rows for all layers of a plan, and declares which layers, groups and devices it can serve."""
 
     name: ClassVar[str]  # the name in `EXCHANGES`, or one of your own
     # The kinds of devices whose rows it moves.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     # The most ranks of a group that it serves; None: any number.
     most_ranks: ClassVar[int | None] = None
-    # Whether router logits can travel: every rank must then see every token.
+    # Whether router logits can travel in place of routes: every token must go to every rank then.
     carries_logits: ClassVar[bool] = False
-    # Whether a call may wait for values: the ids of a batch, and how many rows came.
+    # Whether the host reads values, and waits for them: the ids of a batch, and how many rows came.
     reads_values: ClassVar[bool] = True
-    # Whether it adds the choices of a batch to `batch.choice_counts` itself, where values are not read.
+    # Whether the transport counts the choices of a batch (in `batch.choice_counts`), as the host does not read ids.
     counts_choices: ClassVar[bool] = False
-    # Whether results are encoded on their way back.
+    # Whether the transport encodes results in the combine wire; else the exchange does so before.
     encodes_results: ClassVar[bool] = False
-    # Whether other ranks are still waited for while results are summed.
+    # Whether the sum over ranks itself waits for other ranks.
     waits_in_sum: ClassVar[bool] = False
-    # Whether a wait is also work, which a thread of its own can do while the caller computes (`Group.in_background`).
+    # Whether `wait` also does work, which a background thread can do while the caller computes (`Group.in_background`).
     works_ahead: ClassVar[bool] = False
     # Whether results are summed inside each host before they leave it: a layer's spec then says which ranks share one.
     sums_in_hosts: ClassVar[bool] = False
@@ -63,11 +64,11 @@ class Transport(ABC):
     returns_choices: ClassVar[bool] = True
     # Whether the rows that a rank receives in one pass can have a bound (`plan(max_rows=…)`).
     bounds_rows: ClassVar[bool] = False
-    # Whether the multiprocessors of a GPU that its kernels take can have a bound (`plan(sms=…)`).
+    # Whether the number of multiprocessors (SMs) that its kernels use can have a bound (`plan(sms=…)`).
     limits_sms: ClassVar[bool] = False
-    # That bound, for the kernels of one rank; None: all may be taken.
+    # That bound, for the kernels of one rank; None: they may use all.
     sms: int | None = None
-    # Tensors that can be added in the pass that sums over ranks; None: any number.
+    # The most tensors that a combine can add to its sums (`add`); None: any number.
     most_terms: ClassVar[int | None] = None
 
     @classmethod
@@ -94,7 +95,7 @@ class Transport(ABC):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
-        """None, or why this transport cannot move rows that live there."""
+        """None, or why this transport cannot move rows that are on this device."""
         if device.type in cls.devices:
             return None
         why = f"{cls.name} serves rows on {' and '.join(cls.devices)}, and rows are on {device}"
@@ -122,13 +123,13 @@ class Transport(ABC):
 
     @classmethod
     def encodes(cls, format: Format) -> bool:
-        """Whether rows are encoded on their way, where they come in no format yet."""
+        """Whether this transport itself encodes rows in a format, given `UnencodedRows`."""
         return False
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         self.group = group  # the ranks that exchange
         self.in_flight = in_flight  # dispatches that may be in flight
-        # Bytes that belong to nobody, around each region of shared memory: a paranoid plan looks at them.
+        # Unused bytes around each region of shared memory: a paranoid plan checks that nothing writes into them.
         self.guard = guard
 
     # -- What is carried -----------------------------------------------------------------------------------
@@ -137,17 +138,17 @@ class Transport(ABC):
         """Carry these layers from now on: make room for the largest of them. Collective."""
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Carry these layers, and give back what they do not need. Collective."""
+        """Carry these layers from now on, and give back memory that they do not need. Collective."""
         self.serve(specs)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027
-        """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
+        """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Raise what went wrong in calls that did not wait for it. Here every call does."""
+        """Wait for calls that returned before their work was done; raise their errors. By default there are none."""
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
-        """Batches whose shapes do not depend on what is in them, for a CUDA graph."""
+        """A context in which the shape of an arrival does not depend on the routes, as a CUDA graph needs it."""
         raise HandleError(
             f"{self.name} on {self.group.device.type} was asked for fixed shapes",
             expected="one_sided on GPUs",
@@ -156,20 +157,20 @@ class Transport(ABC):
         )
 
     def close(self) -> None:  # noqa: B027
-        """Give back what is shared."""
+        """Give back the memory that this transport holds or shares."""
 
     # -- What is announced ---------------------------------------------------------------------------------
 
     def num_counts(self, spec: ExchangeSpec) -> int:
-        """How many counts a rank announces of a batch."""
+        """The number of counts in a rank's announcement of a batch: the length of `counts`."""
         return self.group.size
 
     def counts(self, routes: BatchRoutes) -> list[int]:
-        """What a rank announces of a batch: rows for each rank, and further counts behind them."""
+        """The counts that a rank announces of a batch: rows for each rank, then further ones of a transport's own."""
         return routes.counts
 
     def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
-        """The rows that a rank with these counts brings to each place where they have a bound: here, each rank."""
+        """The rows that rank `source`, which announces these counts, adds to each place that `max_rows` bounds."""
         return counts
 
     # -- What moves ----------------------------------------------------------------------------------------
@@ -183,9 +184,9 @@ class Transport(ABC):
         """Return checked results to their source ranks."""
 
     def beside(self, job: Callable[[], Term]) -> Term:
-        """Run a job that needs no rows of others beside the round trip that was started last, up to its sum.
+        """Run a job that needs no received rows at the same time as the round trip that was started last.
 
-        What the job gives is added there, and read by nobody before. Here the job runs at once.
+        Its result is a term of that round trip's sum, and nothing reads it before. By default the job runs at once.
         """
         return job()
 
@@ -202,7 +203,7 @@ class Transport(ABC):
         return batch.routes.counts
 
     def counts_at_end(self, arrival: Arrival) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Rows that went to each rank, and came, where this is known only after the combine; None: it was before."""
+        """Rows sent to and received from each rank, if the host knows them only after the combine; else None."""
         return None
 
     def bytes_returned(self, arrival: Arrival) -> list[int]:
@@ -211,13 +212,13 @@ class Transport(ABC):
         return [count * row for count in arrival.results_due]
 
     def lost(self) -> list[int]:
-        """The ranks that this transport itself has found to be lost; none, if only the group finds out."""
+        """The ranks that this transport itself has found to be lost; empty, if it leaves that to the group."""
         return []
 
-    # -- What most of them need ----------------------------------------------------------------------------
+    # -- What most transports need -------------------------------------------------------------------------
 
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
-        """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them."""
+        """Send this rank's announcement to all ranks, by an all-gather of the group; `wait` returns those of all."""
         size = ANNOUNCEMENT_BYTES + 8 * announcements.announcer.num_counts(announcements.spec)
         mine = bytes_tensor(announcements.for_all().encode(size)).to(self.group.device)
         gathered = self.group.start_all_gather(mine, phase=announcements.mine.phase.value)
@@ -237,5 +238,5 @@ def bytes_tensor(encoded: bytes) -> Tensor:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """What a tensor of bytes holds."""
+    """The bytes of a uint8 tensor, on any device."""
     return tensor.cpu().contiguous().numpy().tobytes()

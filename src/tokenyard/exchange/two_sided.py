@@ -1,8 +1,8 @@
-"""`two_sided`: each rank sends every other one a message, with what it announces and the rows that go there.
+"""`two_sided`: each rank sends every other one a message, with its announcement and the rows that go there.
 
 A row travels once to each rank that owns at least one of its experts, with the ids already rewritten to that
-rank's local experts. Rows leave in `send`, and results in `send_back`; what lies between them and `wait` is free for
-computation (`messages`). Runs on any group, on any number of hosts.
+rank's local experts. Rows leave in `send`, and results in `send_back`; the caller may compute between these and `wait`
+(`messages`). Runs on any group, on any number of hosts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tokenyard.group.base import Group, Pending
 
 
 class TwoSidedTransport(Transport):
-    """A message to each rank, and one back."""
+    """Sends each rank a message with rows, and gets one back with results."""
 
     name = "two_sided"
     bounds_rows = True
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        self.mailbox = Mailbox(group)  # what messages are written into, and read from
+        self.mailbox = Mailbox(group)  # sends and receives messages
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         self.mailbox.serve(specs, self.num_counts)
@@ -50,7 +50,7 @@ class TwoSidedTransport(Transport):
         return Pending(receive)
 
     def _way_back(self, batch: Batch, counts: Sequence[int]) -> Outgoing | None:
-        """The messages with results, for experts that write them there. None, if results are made into other rows."""
+        """The messages with results, for experts to write into; None if they are encoded, per choice, or on a GPU."""
         spec = batch.spec
         if self.group.device.type != "cpu" or spec.combine_wire.quantized or spec.sums_choices:
             return None

@@ -1,6 +1,7 @@
 """Whether a plan can be used: not after it was closed, nor after a wait has ended without the others' answer.
 
-Nobody knows then what the others have received, and a late answer must not be taken for an answer to a later call.
+After such a wait this rank does not know what the others have received, and a late answer must not be taken for an
+answer to a later call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Usability:
         self._rank = rank
         self._closed = False
         self._left = False
-        self.joining = False  # whether this rank's experts are still to come
+        self.joining = False  # whether this rank joins the plan, and its experts have not come yet
         # Why a wait for the other ranks has ended without an answer; None, if none has.
         self.broken_by: BaseException | None = None
 
@@ -29,11 +30,11 @@ class Usability:
         self._closed, self._left = True, self._left or left
 
     def break_by(self, cause: BaseException) -> None:
-        """Refuse all later calls: this one has ended without the others' answer."""
+        """Refuse all later calls, because a wait for the other ranks ended without an answer."""
         self.broken_by = self.broken_by or cause
 
     def ranks_parted(self) -> PlanBroken:
-        """Some ranks were told of this plan, others of another: nobody knows in which round each one is."""
+        """Break the plan, because ranks met in different plans and their rounds are unknown; return the error."""
         cause = self.broken_by = self.broken_by or (
             Drifted(
                 "the ranks were in different plans",
@@ -79,7 +80,7 @@ class Usability:
 
     @contextmanager
     def waiting(self, spec: ExchangeSpec | None = None) -> Iterator[None]:
-        """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
+        """A context for a wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
         try:
             yield
         except BaseException as error:
@@ -89,10 +90,13 @@ class Usability:
     def end_wait(
         self, error: BaseException, spec: ExchangeSpec | None = None, *, for_others: bool = True
     ) -> None:
-        """A wait has ended by an error. Those of the group, which knows no layers, get the layer's name."""
+        """Take the error of a wait: add the layer's name, and break the plan unless the error is an answer of others.
+
+        `for_others`: whether it was a wait for other ranks; else the plan can still be used.
+        """
         if isinstance(error, TokenyardError) and spec is not None:
             error.at(layer=spec.layer, rank=self._rank)
-        # An answer of the others.
+        # Whether the other ranks answered: then all of them know of the error, and the plan can go on.
         answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
         if for_others and not answer:
             self.break_by(error)

@@ -1,4 +1,4 @@
-"""Results as messages to the ranks that own their tokens, for transports that move rows by messages."""
+"""Sending results back in messages, to the ranks that own their tokens: for transports that move rows by messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenyard.group.base import Pending
 
 
 def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
-    """Start to return results to their source ranks."""
+    """Start to send results back to their source ranks; `wait` returns those of this rank's tokens."""
     arrival = results.arrival
     layout = arrival.spec.combine_layout
     if results.encoded is None:
@@ -34,7 +34,7 @@ def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
 
 
 def _announced(arrival: Arrival, rank: int, heard: Sequence[Announcement]) -> list[int]:
-    """The results that come from each rank: as many as it was sent rows, or choices. Raise if one announces others."""
+    """The results that come from each rank: as many as it was sent rows (or choices); raise if it announces others."""
     due = arrival.routes.result_counts
     for source, (word, count) in enumerate(zip(heard, due, strict=True)):
         if len(word.counts) != len(due):

@@ -1,9 +1,9 @@
 """Bytes: how a row lies on the wire, and how much memory the layers of a plan need.
 
-Everything here is computed from what formats declare (`Format.payloads`), never from a dtype that somebody
-assumed: a layer of another format, hidden size or top-k gets other bytes by asking the same question.
+Everything here is computed from what formats declare (`Format.payloads`), never from an assumed dtype, so a layer
+of any format, hidden size or top-k gets the bytes that it needs.
 
-A row travels as one packet, so that its payloads, its routes and the caller's further payloads cannot part:
+A row travels as one packet, which keeps its payloads, its routes and the caller's further payloads together:
 
     ┌────────────┬─────────┬──────────┬──────────────┬─────────────────────┐
     │ data       │ scales  │ ids (K)  │ weights (K)  │ further payloads …  │   each starts at a multiple of 16
@@ -19,8 +19,8 @@ from rank w. The workspace of a rank is
     │ control: flags, mail │ dispatch (× in flight)   │ combine (× in flight)   │   every region starts at 128
     └──────────────────────┴──────────────────────────┴─────────────────────────┘
 
-Each region is as large as the largest of any layer, and regions never overlap, whatever pair of layers is running:
-a fast rank writes rows of its next layer while a slow one still reads results of the last.
+Each region is as large as the largest of any layer, and regions never overlap. So a fast rank can write rows of its
+next layer while a slow one still reads results of the layer before.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RowLayout:
         tokens: Sequence[Tensor],
         routes: Mapping[str, Tensor],
     ) -> None:
-        """Write packets of some tokens, in parts: payloads of these rows of `tensors`, and `routes` of all packets."""
+        """Write packets, in parts: part i takes rows `tokens[i]` of `tensors`; `routes` has a row for each packet."""
         counts = [packets.shape[0] for packets in parts]
         for payload, offset in self:
             columns = [packets[:, offset : offset + payload.nbytes] for packets in parts]
@@ -119,7 +119,7 @@ class RowLayout:
                 payload.check(tensor, tensor.shape[0])
                 rows = as_bytes(tensor)
                 for some, token_N in zip(columns, tokens, strict=True):
-                    # One pass, row by row: fresh memory for what is picked would cost several times as much.
+                    # Gathered straight into the packets: a temporary tensor would cost several times as much.
                     torch.index_select(rows, 0, token_N, out=some)
         for packets in parts:
             self._clear_gaps(packets)
@@ -206,7 +206,7 @@ class SlotLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Some bytes of a workspace."""
+    """A range of bytes in a workspace."""
 
     offset: int
     nbytes: int
@@ -231,7 +231,7 @@ class WorkspaceLayout:
     >>> layout.nbytes  # 128 + 2 · 1024 + 2 · 512
     3200
 
-    With a `guard`, so many bytes that belong to nobody lie in front of, between and behind the regions:
+    With a `guard`, so many unused bytes lie in front of, between and behind the regions:
 
     >>> guarded = WorkspaceLayout(control=100, dispatch=1000, combine=500, guard=256)
     >>> [(name, region.offset) for name, region in guarded.regions().items()]
@@ -240,29 +240,29 @@ class WorkspaceLayout:
     [(0, 256), (356, 284), (1640, 280), (2420, 268)]
     """
 
-    control: int  # bytes of flags and mail
+    control: int  # bytes of flags and announcements
     dispatch: int  # bytes of the largest dispatch region
     combine: int  # bytes of the largest combine region
     in_flight: int = 1
     guard: int = 0  # bytes, a multiple of the alignment
 
     def control_region(self) -> Region:
-        """Flags and mail."""
+        """Flags and announcements."""
         return Region(offset=self.guard, nbytes=self.control)
 
     def dispatch_region(self, flight: int) -> Region:
-        """Where rows arrive."""
+        """The region into which rows of a dispatch in flight arrive."""
         start = round_up(self.control_region().end, REGION_ALIGNMENT) + self.guard
         return Region(offset=start + flight * self._dispatch_step, nbytes=self.dispatch)
 
     def combine_region(self, flight: int) -> Region:
-        """Where results are read from."""
+        """The region from which results of a dispatch in flight are read."""
         start = self.dispatch_region(self.in_flight).offset
         return Region(offset=start + flight * self._combine_step, nbytes=self.combine)
 
     @property
     def nbytes(self) -> int:
-        """The whole: control + (largest dispatch + largest combine) · in flight, each rounded up."""
+        """Bytes of the workspace: control + (largest dispatch + largest combine) · in flight, each rounded up."""
         return self.combine_region(self.in_flight).offset
 
     @property
@@ -298,7 +298,7 @@ class WorkspaceLayout:
         )
 
     def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
-        """A layout that serves both."""
+        """The smallest layout whose regions suffice for both."""
         return WorkspaceLayout(
             control=max(self.control, other.control),
             dispatch=max(self.dispatch, other.dispatch),
@@ -314,5 +314,5 @@ class LayerBytes:
 
     dispatch_row: int  # bytes of a packet on the way out
     combine_row: int  # bytes of a packet on the way back
-    dispatch: int  # all rows that may arrive: W · max_tokens packets
-    combine: int
+    dispatch: int  # bytes of all rows that may arrive at a time
+    combine: int  # bytes of all their results

@@ -1,1 +1,1 @@
-"""Paranoid plans: checksums of rows and results, guards around regions, and the transport that looks at both."""
+"""Paranoid plans: checksums of rows and results, guards around regions, and the transport that checks both."""

@@ -1,14 +1,14 @@
-"""Checksums that travel beside a row, so that the other end can see whether it is what was sent.
+"""Checksums that travel with a row, so that the receiver can check whether the row is what was sent.
 
-They are one more payload, 64-bit numbers, so every transport carries it as it carries any other:
+They are one more payload, of 64-bit numbers, which transports carry like any other:
 
     out    source rank │ token │ round │ a checksum of each payload │ a copy of the routes (global ids and weights)
     back   expert rank │ token │ round │ a checksum of each payload
-    to a relay, and home as the sum of a host: the same, the token with the rank that it is of; then the relay's rank
+    back through a relay   expert rank │ source rank and token │ …; then in a host's sum   relay's rank │ token │ …
 
-The head says whose row it is and of which round: rows that were swapped, dropped or are left from an earlier round show
-by it. Checksums tell which payload was changed. Ids are rewritten on the way to those of the rank that receives them,
-so they have no checksum: their copy is resolved again, and must give the ids and weights that arrived.
+The first three numbers, the *head*, say whose row it is and of which round: they reveal rows that were swapped, dropped
+or left from an earlier round. Checksums tell which payload was changed. Ids are rewritten on the way, to local ids of
+the receiving rank, so they have no checksum: the receiver resolves the copy of the routes again, and compares.
 
 A checksum is the sum of a row's 64-bit words, each times an odd number of its own, modulo 2^64. Any change of a single
 word, hence of a single bit, changes it; so do two words in each other's place, except for one in about 2^63 pairs.
@@ -32,12 +32,12 @@ from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 _WORD = 8  # bytes
-# Bits of a result's number that a token has, below its source, where a relay takes results of several ranks' tokens.
+# Bits of a result's number that hold the token; above them is its source rank, if the result goes to a relay.
 _TOKEN_BITS = 32
 
 
 def checksums(payload_NW: Tensor) -> Tensor:
-    """A number for each row of a payload, `[N]`, that any change of its bytes changes.
+    """A checksum for each row of a payload, `[N]`: a change of a row's bytes changes it.
 
     >>> rows = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]])
     >>> first, same, other = checksums(rows).tolist()
@@ -81,7 +81,7 @@ def checksums_out(rank: int, batch: Batch) -> Tensor:
 def check_out(
     spec: ExchangeSpec, rank: int, round: int, received: ReceivedRows, checksums_RC: Tensor
 ) -> None:
-    """Raise unless the rows that stand here are those that were sent, in (source rank, token) order."""
+    """Raise unless the received rows are those that were sent, in (source rank, token) order."""
     counts_W = torch.tensor(received.counts_W, device=checksums_RC.device)
     sources_R = torch.arange(len(counts_W), device=checksums_RC.device).repeat_interleave(counts_W)
     if len(sources_R) != len(checksums_RC):
@@ -101,7 +101,7 @@ def check_out(
 
 
 def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
-    """A payload's rows, as views: in a workspace those of each source rank lie one behind the other."""
+    """The received rows of a payload, as views: one for each source rank, if they lie in a workspace."""
     if received.slots_R is None:
         return [payload]
     slots = received.slots_R.split(received.counts_W)
@@ -109,7 +109,7 @@ def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
 
 
 def _summed(spec: ExchangeSpec) -> list[str]:
-    """The payloads that arrive as they were sent, in their order."""
+    """The names of the payloads that have checksums: those that arrive as they were sent, in packet order."""
     changed = ("ids", "weights", CHECKSUMS)
     return [payload.name for payload in spec.dispatch_layout.payloads if payload.name not in changed]
 
@@ -117,7 +117,7 @@ def _summed(spec: ExchangeSpec) -> list[str]:
 def _copy_routes(routes: Routes) -> Tensor:
     """Each choice as one number: the bits of its weight above those of its global id."""
     ids_TK = routes.topk_ids_TK.long()
-    # Weights beside nobody mean nothing, and arrive as zero.
+    # The weight of an id of -1 has no meaning, and arrives as zero.
     weights_TK = routes.topk_weights_TK.float().masked_fill(ids_TK < 0, 0.0)
     return (weights_TK.view(torch.int32).long() << 32) | (ids_TK & 0xFFFFFFFF)
 
@@ -150,9 +150,9 @@ def _check_sums(
     *,
     back: ResultNumbers | None = None,
 ) -> None:
-    """Raise at the first payload, given in parts, that has another checksum than it came with.
+    """Raise at the first payload, given in parts, whose checksums are not those that came with it.
 
-    `back`: these are results, with such numbers.
+    `back`: these are results, numbered in this way; None: they are dispatched rows.
     """
     for column, (name, parts) in enumerate(payloads.items(), CHECKSUM_HEAD):
         sums_R = torch.cat([checksums_RC.new_empty(0), *map(checksums, parts)])
@@ -216,13 +216,13 @@ def _check_routes(
 
 @dataclass(frozen=True, kw_only=True)
 class ResultNumbers:
-    """The numbers that results have, by which they are known where they are summed."""
+    """How results are numbered, so that the rank that sums them can tell whose they are."""
 
-    per_token: int = 1  # of a token: more than one where each of its choices has a result
-    with_source: bool = False  # whether they go to a relay, which knows tokens of several ranks
+    per_token: int = 1  # numbers for each token: K if each of its choices has a result
+    with_source: bool = False  # whether they hold the source rank: a relay sums tokens of several ranks
 
     def of(self, heads_RC: Tensor) -> Tensor:
-        """The numbers of the results of rows: that of the token, or the rank that it is of above it."""
+        """The numbers of the results of rows with these heads: the token, or the source rank above the token."""
         return (
             heads_RC[:, TOKEN] | heads_RC[:, SOURCE] << _TOKEN_BITS
             if self.with_source
@@ -234,14 +234,14 @@ class ResultNumbers:
         return (number & (1 << _TOKEN_BITS) - 1 if self.with_source else number) // self.per_token
 
     def name(self, number: int) -> str:
-        """That token, and where it may be one of several ranks, whose it is."""
+        """That token in words, with its source rank if the number holds it."""
         return f"token {self.token(number)}" + (
             f" of rank {number >> _TOKEN_BITS}" if self.with_source else ""
         )
 
 
 def checksums_back(rank: int, round: int, results_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
-    """The checksums of results, `[R, C]`, that rank `rank` returns, by their numbers."""
+    """The checksums, `[R, C]`, of results with these numbers that rank `rank` returns."""
     sums = [checksums(payload) for payload in payloads.values()]
     return torch.stack([*_head(rank, results_R, round), *sums], dim=1)
 
@@ -249,7 +249,7 @@ def checksums_back(rank: int, round: int, results_R: Tensor, payloads: Mapping[s
 def check_back(
     peer: int, round: int, results_N: Tensor, rows: EncodedRows, numbers: ResultNumbers
 ) -> EncodedRows:
-    """What a rank returned as these results, without its checksums; raise unless it is what that rank sent."""
+    """The rows that a rank returned, without their checksums; raise unless they are the results with these numbers."""
     checksums_NC, payloads = (
         rows.payloads[CHECKSUMS],
         {n: p for n, p in rows.payloads.items() if n != CHECKSUMS},

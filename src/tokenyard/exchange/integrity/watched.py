@@ -1,16 +1,16 @@
-"""A paranoid plan: a transport around another one, which compares every row on both ends, and every sum.
+"""A paranoid plan: a transport around another one, which checks every row at both ends, and every sum.
 
     send          checksums are added to a batch; what the others sent is compared with theirs
     send_back     the rows that the experts had are compared again, checksums are added to the results
     sum_into      each result that came home is compared with its checksums, the sum with its plain twin
 
-What is found on the way out, or before results are sent, reaches the others in place of this rank's results. What is
-found at home is told in a last word at the end of the round: an error on one rank is an error on all, also here.
-A transport that shares a workspace has it looked after, too (`workspace_guards`).
+An error found on the way out, or before results are sent, is announced in place of this rank's results. For errors
+found at home, ranks exchange a *last word* at the end of the round, so that an error on one rank is raised on all. If
+the transport has a workspace, its guards are checked, too (`workspace_guards`).
 
-Through `hierarchical` rows are compared from end to end. On the way back each relay compares the results of its host's
-ranks, and its sums with their plain twin, and adds checksums of its own to these, which are compared at home. What a
-relay finds it tells in its last word: the sources of these rows wait for sums until then.
+In `hierarchical`, dispatched rows are checked from end to end. On the way back each relay checks the results of its
+host's ranks and compares its sums with their plain twin; it adds its own checksums to the sums, which are checked at
+home. A relay announces an error only in its last word, because other ranks wait for its sums until then.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LAST_WORD = 512
 
 
 class WatchedTransport(Transport):
-    """Compares every row on both ends of a transport, and every sum with its plain twin."""
+    """Checks every row at both ends of a transport, and compares every sum with its plain twin."""
 
     name = "watched"
     waits_in_sum = True
@@ -70,7 +70,7 @@ class WatchedTransport(Transport):
         self.inner = transport(group, in_flight=in_flight, guard=GUARD_BYTES)  # what moves the bytes
         self.encodes_results = transport.encodes_results  # type: ignore[misc]
         self._sums_in_hosts = transport.sums_in_hosts
-        # What looks after the workspace that the ranks share, or those of a host, if they do.
+        # Checks the workspace that the ranks (or those of a host) share; None if they share none.
         self.guards: WorkspaceGuards | None = None
 
     # -- What the transport itself does --------------------------------------------------------------------
@@ -92,7 +92,7 @@ class WatchedTransport(Transport):
             self.guards.look_after_workspace()
 
     def _in_workspace(self, arrival: Arrival) -> Arrival:
-        """An arrival as it stands in the workspace: there, rows are those of relays where hosts have some."""
+        """An arrival as the workspace holds it: in `hierarchical`, with the rows that the relays of the host sent."""
         if not self._sums_in_hosts:
             return arrival
         inside = arrival.way_back.inside
@@ -159,7 +159,7 @@ class WatchedTransport(Transport):
             self.guards.round_failed(region)
 
     def _checked(self, arrival: Arrival) -> Arrival:
-        """An arrival without its checksums, and what they show to be wrong with it."""
+        """An arrival without its checksums, and with the error that their comparison shows, if any, as `problem`."""
         received = arrival.received
         checksums_RC = received.extra[CHECKSUMS].clone()
         extra = {name: payload for name, payload in received.extra.items() if name != CHECKSUMS}
@@ -217,7 +217,7 @@ class WatchedTransport(Transport):
         return _WatchedRows(arrival=arrival, home=home, transport=self, watch=watch)
 
     def conclude(self, arrival: Arrival, came: int, end: Callable[[], Result]) -> Result:
-        """The end of a round. Whatever goes wrong in it, on any rank, all ranks raise."""
+        """Run the end of a round, and exchange last words: if `end` fails on any rank, all ranks raise."""
         result: Result | None = None
         error: Exception | None = None
         try:
@@ -243,7 +243,7 @@ class WatchedTransport(Transport):
         try:
             return self.group.all_gather(word, phase="the last word of combine")
         except PeerLost as lost:
-            # Who missed somebody within the transport has left, and is not lost for that.
+            # A rank that has left because its wait in the transport ended is not lost: the transport knows who is.
             knows = self.guards is not None and self.guards.group is self.group  # else the group does
             if self.guards is not None and knows and (named := self.guards.found_lost(lost)):
                 raise PeerLost(named, phase=lost.phase, waited=lost.waited, rank=self.group.rank) from lost
@@ -252,7 +252,7 @@ class WatchedTransport(Transport):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _WatchedRows(ResultsAtHome):
-    """Results at home that are compared before they are used, and whose sum is compared with its twin."""
+    """Results at home that are checked before they are used, and whose sum is compared with its twin."""
 
     arrival: Arrival
     home: RowsAtHome
@@ -274,7 +274,7 @@ class _WatchedRows(ResultsAtHome):
         return self.transport.conclude(self.arrival, came, end)
 
     def _opened(self) -> RowsAtHome:
-        """What came home, without its checksums."""
+        """The results at home, checked, without their checksums."""
         if self.watch is not None and self.watch.problem is not None:
             raise self.watch.problem
         spec, routes = self.arrival.spec, self.arrival.routes
@@ -286,11 +286,11 @@ class _WatchedRows(ResultsAtHome):
 
 @dataclass(kw_only=True, eq=False)
 class _SumWatch(SumWatch):
-    """Looks at what this rank sums as a relay, in one round."""
+    """Checks what this rank sums as a relay in one round."""
 
     transport: WatchedTransport
     arrival: Arrival
-    problem: Exception | None = None  # what was found
+    problem: Exception | None = None  # the error that was found, until the last word
 
     def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
         return _RelayedRows(watch=self, home=home, heads_NC=heads_NC)
@@ -302,7 +302,7 @@ class _SumWatch(SumWatch):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RelayedRows(ResultsAtHome):
-    """Results of a host's ranks at a relay, which are compared before they are summed."""
+    """Results of a host's ranks at a relay, which are checked before they are summed."""
 
     watch: _SumWatch
     home: RowsAtHome
@@ -316,9 +316,8 @@ class _RelayedRows(ResultsAtHome):
             opened = _opened(self.home, self.watch.arrival.round, results_by_rank, numbers)
             with aside():  # the sum that is a duty is the one at home
                 _checked_sum(opened, out_TH, add, numbers_T, numbers)
-        except (
-            Exception
-        ) as error:  # others wait for sums, or a rank that failed has no results: all hear of that first
+        except Exception as error:
+            # Raised later: other ranks still wait for sums, or a rank failed, whose error is announced first.
             self.watch.problem = error
         return out_TH
 
@@ -329,7 +328,7 @@ class _RelayedRows(ResultsAtHome):
 def _opened(
     home: RowsAtHome, round: int, results_by_rank: Sequence[Tensor], numbers: ResultNumbers
 ) -> RowsAtHome:
-    """Results with these numbers without their checksums; raise unless they are what was returned."""
+    """Results without their checksums; raise unless they have these numbers and are what their ranks sent."""
     peers = home.ranks or range(len(home.rows_by_rank))
     rows_by_rank = [
         check_back(peer, round, results_N, rows, numbers)
@@ -374,7 +373,7 @@ def _checked_sum(
 
 
 def _check_reduction(spec: ExchangeSpec, came: int, ledger: Ledger) -> None:
-    """Raise unless the exchange has summed as often as it should: each row that came home, once."""
+    """Raise unless the exchange has summed each row that came home once, or none if that is another's duty."""
     sums = {Duty.REDUCE_RANKS: spec.reduces_ranks, Duty.REDUCE_EXPERTS: spec.sums_choices}
     for duty, is_here in sums.items():
         due, done = came if is_here else 0, sum(ledger.rows(duty).values())

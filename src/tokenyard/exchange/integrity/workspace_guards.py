@@ -2,13 +2,13 @@
 
 Each rank looks after its own buffer. Bytes between regions hold a pattern that nobody may change (*guards*). Slots of
 the dispatch and combine regions that hold no row hold *poison*, bytes of 0xFF: NaN as a number of any width and as a
-scale, -1 as an id. Whoever reads a slot that was not written reads that; whoever writes one leaves a mark.
+scale, -1 as an id. A part that reads a slot which was not written gets poison; a part that writes one is detected.
 
-When a region may be poisoned follows from when others use it. Rows are pushed into a dispatch region between a rank's
-last combine and its dispatch, so it is looked at after a dispatch, and poisoned before the combine is announced.
-Results are pulled out of a combine region between the combine and the next dispatch, so it is poisoned after that
-dispatch, and looked at before the combine is announced. A round that fails leaves rows behind: the next one that uses
-the region does not look at its unused slots, and poisons all of it.
+A region can be poisoned only while no other rank uses it. Others push rows into a dispatch region between this rank's
+last combine and its dispatch, so the region is checked after a dispatch, and poisoned before the combine is announced.
+Others pull results out of a combine region between the combine and the next dispatch, so the region is poisoned after
+that dispatch, and checked before the combine is announced. A round that fails leaves rows behind: the next one that
+uses the region does not check its unused slots, and poisons all of it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from tokenyard.formats.base import EncodedRows
 if TYPE_CHECKING:
     from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport, Workspace
 
-# Bytes in front of, between and behind regions: a few rows that go too far still end in them.
+# Bytes in front of, between and behind regions: small overruns of a region end in them.
 GUARD_BYTES = 1024
 GUARD = 0xA5
 POISON = 0xFF
-# Seconds: who waits in the exchange came there before others came to the last word, and gives up about when they do.
+# Seconds to wait for the transport's verdict. A rank that waits in the transport began before those that wait for the
+# last word of a round, so its wait ends at about the same time as theirs.
 _VERDICT, _PAUSE = 1.0, 0.02
 
 
 class WorkspaceGuards:
-    """Looks after this rank's own buffer of a workspace."""
+    """Writes and checks the guards and the poison in this rank's own buffer of a workspace."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
         self._transport, self.group = transport, transport.group
         self._regions = range(transport.in_flight)
-        self._known: weakref.ref[Workspace] | None = None  # it goes when the transport gives it up
+        self._known: weakref.ref[Workspace] | None = None  # weak: it must not outlive the transport's use
         # The regions whose arrival has not been combined.
         self._open = set[int]()
         # By region: whether all of its dispatch region was poison before its rows came.
@@ -53,18 +54,18 @@ class WorkspaceGuards:
         self._results: dict[int, tuple[ExchangeSpec, list[range]]] = {}
 
     def found_lost(self, lost: PeerLost) -> list[int]:
-        """Who is lost by the verdict of the transport, as the group has lost somebody; nobody, if it has none."""
+        """After a `PeerLost` of the group: the ranks that the transport finds lost; empty if it comes to no verdict."""
         until = time.monotonic() + _VERDICT
         while time.monotonic() < until:
             if verdict := self._transport.lost():
                 return verdict
             if set(lost.peers) <= set(self.group.gone()):
-                break  # there is nobody left to blame wrongly
+                break  # the ranks that the group names have ended: no verdict is needed
             time.sleep(_PAUSE)
         return []
 
     def look_after_workspace(self) -> None:
-        """Poison the workspace where it is a new one. Collective."""
+        """Write guards and poison into the workspace, if it is a new one. Collective."""
         workspace = self._transport.workspace
         if self._known is not None and self._known() is workspace:
             return
@@ -94,7 +95,7 @@ class WorkspaceGuards:
     # -- The stations of a round trip ----------------------------------------------------------------------
 
     def check_arrival(self, arrival: Arrival) -> None:
-        """Rows have come: nothing else was written."""
+        """Check after a dispatch that nothing but the announced rows was written; poison the combine region."""
         if arrival.region in self._open:  # the last arrival there was never combined
             self.round_failed(arrival.region)
         self._open.add(arrival.region)
@@ -103,11 +104,11 @@ class WorkspaceGuards:
         self._check_dispatch_region(arrival)
 
     def round_failed(self, region: int) -> None:
-        """A round has failed, and may have left rows in its region: they are no fault of the next one."""
+        """Note that a failed round may have left rows in its region, so that the next round does not report them."""
         self._poisoned[region] = False
 
     def check_results(self, arrival: Arrival) -> None:
-        """Results are written, and the other ranks are told next: nothing else was written, and the rows go."""
+        """Check, before results are announced, that nothing else was written; then poison the dispatched rows."""
         spec, region, results = arrival.spec, arrival.region, arrival.results_due
         self._check_guards()
         self._check_dispatch_region(arrival)
@@ -126,7 +127,7 @@ class WorkspaceGuards:
         self._open.discard(region)
 
     def _poison_results(self, region: int) -> None:
-        """Poison a combine region: everybody has come to this dispatch, hence has pulled what stood there."""
+        """Poison a combine region: all ranks have come to this dispatch, so they have read the results in it."""
         there, known = self._combine_region(region), self._results.pop(region, None)
         if known is None:
             there.fill_(POISON)
@@ -134,7 +135,7 @@ class WorkspaceGuards:
         spec, used = known
         for _, rows in _cut(there, spec.combine_slots, used):
             rows.fill_(POISON)
-        if (byte := _first_written(there)) is not None:  # the next round poisons all of it
+        if (byte := _first_written(there)) is not None:  # poisoned as a whole in the next round
             raise Corrupted(
                 f"byte {byte} of region 'combine' was written after this rank's results stood there",
                 expected="the other ranks to read results, and to write nothing",
@@ -164,7 +165,7 @@ class WorkspaceGuards:
             )
         slots[CHECKSUMS][slots_R] = make(arrival, spec.results({payload.name: rows_RH}))
 
-    # -- Looking -------------------------------------------------------------------------------------------
+    # -- Checks --------------------------------------------------------------------------------------------
 
     def _check_dispatch_region(self, arrival: Arrival) -> None:
         if self._poisoned[arrival.region]:
@@ -173,7 +174,7 @@ class WorkspaceGuards:
             _check_unused("dispatch", region, arrival.spec.dispatch_slots, starts, arrival.counts_W)
 
     def _check_guards(self) -> None:
-        """Raise if a byte between regions was written; the next round finds the guards whole again."""
+        """Raise if a byte between regions was written, and restore the guard for the next round."""
         workspace = self._workspace
         mine, regions = workspace.buffers[self.group.rank], workspace.layout.regions()
         names = [*regions]
@@ -195,12 +196,12 @@ class WorkspaceGuards:
 
 
 def _used(starts: Sequence[int], counts: Sequence[int]) -> list[range]:
-    """The slots that hold a row, of each rank from its first one on."""
+    """The slots that hold rows, as a range for each source rank."""
     return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
 
 
 def _unused(layout: SlotLayout, starts: Sequence[int], counts: Sequence[int]) -> list[range]:
-    """The slots that hold none, behind those of each rank."""
+    """The slots that hold no row, as a range behind the rows of each source rank."""
     ends = [*starts[1:], layout.slots]
     return [range(start + n, end) for start, n, end in zip(starts, counts, ends, strict=True)]
 

@@ -1,10 +1,10 @@
-"""Where everything stands in the control region of a rank on a GPU.
+"""The layout of a rank's control region on a GPU.
 
     words (64 bits)   STATE … STATUS, then for each turn, phase and source rank a flag
-    counts            for each dispatch in flight and source rank: rows that come from there, and `max_tokens`
+    counts            for each dispatch in flight and source rank: rows that come from it, and its `max_tokens`
     texts             for each phase, why this rank failed in it last, for the others to read
 
-The words are explained in `kernels.flags`, which uses them; here are their places, for the host as well.
+The words are explained in `kernels.flags`. Their places are defined here, because the host uses them as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLAGS = 16
 
 
 class Trouble(IntEnum):
-    """What a status tells. From `FAILED` on, the round has no result on any rank."""
+    """The kinds of trouble that a status reports. From `FAILED` on, the round has no result on any rank."""
 
     BAD_IDS = 1
     FAILED = 2
@@ -37,7 +37,7 @@ ROWS_ALIGNMENT = 1024
 COMPILING = 900.0
 # A verdict is one word, a bit for each rank.
 MOST_RANKS = 63
-# The bit of a verdict that is no rank's: those whom it names have left, and are not lost (`hierarchical`).
+# The bit of a verdict that names no rank: the ranks that it names have left, and are not lost (`hierarchical`).
 DEPARTURE = -(1 << 63)
 
 
@@ -55,7 +55,7 @@ class ControlLayout:
 
     @property
     def turns(self) -> int:
-        """Rounds whose flags stand side by side: a rank can be so far ahead of one that has yet to look at them."""
+        """The rounds that have flags of their own: a rank can be so far ahead of one that still reads them."""
         return self.in_flight + 1
 
     def flags(self, phase: int, round: int) -> slice:

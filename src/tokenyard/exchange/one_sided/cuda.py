@@ -1,20 +1,21 @@
 """`one_sided` on GPUs: the same protocol, with kernels in place of the CPU's copies.
 
-Nothing on the way waits for the device, so a round trip can be captured in a CUDA graph and replayed: rounds are
-counted on the device, and every batch size uses the same workspace. What differs between two ways of calling it:
+No step needs the host to wait for the device, so a round trip can be captured in a CUDA graph and replayed: rounds are
+counted on the device, and every batch size uses the same workspace. There are two modes:
 
-- *Checked* (the default, outside of a capture): after a dispatch the host reads how many rows came from whom, and
-  after a combine whether all went well. Experts get the rows that came, and errors are raised where they happen, on
-  every rank. Where slots are few, and experts pass over empty ones, they get all slots, and the host reads both after
-  the combine: it waits once. Ids that no expert has are told to the others by the kernel that meets them there.
+- *Checked* (the default, outside of a capture): after a dispatch the host reads how many rows came from each rank, and
+  after a combine whether all went well. Experts get the rows that came, and errors are raised in the call in which they
+  happen, on every rank. If slots are few, and experts skip empty ones, experts get all slots, and the host reads both
+  after the combine, so that it waits only once. In that case the kernel that waits for the other ranks in the combine
+  tells them of ids that no expert has.
 - *Fixed shapes* (in a capture, or inside `fixed_shapes(…)`): the host reads nothing. Experts get every slot as a
   row, empty ones with ids of -1: `W · max_tokens` rows, where `max_tokens` can be set for a while, for small
-  batches. What goes wrong is written into a status, and raised by the next call, or by `synchronize`.
+  batches. Errors are written into a status, and raised by the next call, or by `synchronize`.
 
-Where something is computed meanwhile (`layer.start`, shared experts), rows and results travel on a stream of their own;
-the caller's goes on beside it, and waits for it where what came is needed (`side_stream`).
+If the caller computes something meanwhile (`layer.start`, shared experts), rows and results travel on a stream of their
+own; the caller's stream goes on, and waits for that one when it needs the rows or sums (`side_stream`).
 
-A rank that fails, dies or drifts leaves a status on every rank; kernels that find one do not wait, and write NaN.
+If a rank fails, dies or drifts, every rank gets a status; kernels that find one do not wait, and write NaN.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ from tokenyard.formats.base import Format
 from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
 
-# Slots up to which experts get all of them: with K = 8 and H = 7168, fused experts take 120 MB for so many.
+# The most slots of a workspace with which experts get every slot as a row (see *Checked*): with K = 8 and H = 7168,
+# fused experts take 120 MB for so many.
 FEW_SLOTS = 1024
-# Tensors that a combine adds in the pass that sums over ranks.
+# The most tensors that the kernel which sums over ranks can add.
 MOST_TERMS = 2
 
 
 class CudaTransport(Transport):
-    """`one_sided` between GPUs: push out, pull back, by kernels."""
+    """`one_sided` between GPUs: kernels push rows into, and pull results out of, the workspaces of other ranks."""
 
     name = "one_sided"
-    looks_up_ids = True  # by kernels, in their tables
+    looks_up_ids = True  # kernels find the rank of each choice by its id, in their tables
     reads_values = False
     counts_choices = True
     limits_sms = True
@@ -81,24 +83,23 @@ class CudaTransport(Transport):
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        self._reports: KernelReports | None = (
-            None  # of kernels on the workspace of the layers that are served
-        )
+        # Reports of the kernels on the present workspace; None if there is no workspace.
+        self._reports: KernelReports | None = None
         self._control = ControlLayout(group.size, in_flight)
         self._graphs = CapturedGraphs()
-        self._limit: int | None = None  # of tokens on a rank, for a while
+        self._limit: int | None = None  # tokens of a rank inside `fixed_shapes(max_tokens)`
         self._is_fixed = False
-        # Rows travel on the first one, and what is computed beside a whole round trip runs on the second one.
+        # Rows and results travel on the first stream; jobs beside a whole round trip (`beside`) run on the second.
         self._communication = SideStream(group.device, priority=-2, large_pieces=0)
         self._computation = SideStream(group.device, priority=-1, large_pieces=4)
-        self._begun: Done | None = None  # what the caller's stream had been given before rows were sent last
+        self._begun: Done | None = None  # the work of the caller's stream before rows were last sent
         self._computed: Done | None = None  # the last job beside a round trip, until a sum waits for it
         # The phase in which this rank failed last, and the flag that told of it.
         self._failed = Phase.DISPATCH, 0
 
     @property
     def reports(self) -> KernelReports:
-        """What this rank's kernels report."""
+        """The reader of what this rank's kernels report."""
         if self._reports is None:
             raise ContractError(
                 "the exchange has no workspace", expected="a plan that is open", fix="make a new plan"
@@ -112,7 +113,7 @@ class CudaTransport(Transport):
 
     @property
     def launcher(self) -> Launcher:
-        """What launches this rank's kernels."""
+        """The launcher of this rank's kernels."""
         return self.workspace.launcher
 
     # -- The workspace -------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class CudaTransport(Transport):
                 self.group.barrier(phase="loading kernels")
 
     def _check_graphs(self) -> None:
-        """Raise, on all ranks, where a captured graph would go on using a workspace that is given up."""
+        """Raise, on all ranks, if a captured graph still uses the workspace, which would be replaced."""
         alive = self.group.gather_json(self._graphs.alive(), phase="growing the workspace")
         if alive[self.group.rank]:
             raise HandleError(
@@ -250,7 +251,7 @@ class CudaTransport(Transport):
         return Pending(lambda: self._arrived(batch, slots, slots_TW, done, is_checked=is_checked))
 
     def _way(self, ahead: bool) -> AbstractContextManager[Done]:
-        """Where a phase is launched: beside the caller's stream, if something is computed meanwhile, or on it."""
+        """A context that launches a phase: on a side stream if the caller computes meanwhile, else on its stream."""
         self._begun = None
         if not ahead:
             return nullcontext(Done())
@@ -268,7 +269,7 @@ class CudaTransport(Transport):
             return term
 
     def _join_computed(self) -> None:
-        """Let the current stream go on behind what was computed beside the round trip: it is read now."""
+        """Make the current stream wait for the job that runs beside the round trip, because its result is read now."""
         if self._computed is not None:
             self._computed.join()
         self._computed = None
@@ -290,7 +291,7 @@ class CudaTransport(Transport):
             received = self.workspace.received(slots, counts if reads else None)
         if reads:
             try:
-                self._raise_trouble()  # of this rank's own ids: the others have gone on
+                self._raise_trouble()  # bad ids of this rank: the others do not know of them yet
             except InputError as error:
                 problem = error
         way_back = WayBack(
@@ -303,7 +304,7 @@ class CudaTransport(Transport):
         return replace(batch.arrived(received, counts, way_back), problem=problem)
 
     def _gives_slots(self, batch: Batch, slots: DispatchSlots) -> bool:
-        """Whether experts get all slots as rows, and the host waits for the combine alone.
+        """Whether experts get all slots as rows, so that the host waits only after the combine.
 
         With several dispatches in flight, one that failed must be known before the combine of an earlier one.
         """
@@ -317,18 +318,18 @@ class CudaTransport(Transport):
         return sent, came
 
     def _slots(self, spec: ExchangeSpec, region: int) -> DispatchSlots:
-        """Where rows of a dispatch go, with the limit that is set for a while."""
+        """The slots of a dispatch, with the limit of tokens that `fixed_shapes` sets."""
         limit = spec.max_tokens if self._limit is None else min(self._limit, spec.max_tokens)
         return DispatchSlots(spec=spec, region=region, max_tokens=limit)
 
     def _start_reading_counts(self, slots: DispatchSlots, slots_TW: Tensor) -> None:
-        """Copy how many rows came from whom, and went to whom, into the host's memory."""
+        """Start to copy into the host's memory how many rows came from each rank, and went to each."""
         sent_W1 = (slots_TW >= 0).sum(dim=0, dtype=torch.int32).unsqueeze(1)
         read_W3 = torch.cat([self.workspace.counts(slots.region), sent_W1], dim=1)
         self.workspace.host_counts[slots.region].copy_(read_W3, non_blocking=True)
 
     def rows_sent(self, batch: Batch, arrival: Arrival) -> Sequence[int]:
-        """Rows that went to each rank; none are counted where only the device knows."""
+        """Rows that went to each rank; zeros if only the device knows."""
         return arrival.way_back.sent or [0] * self.group.size
 
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
@@ -365,7 +366,7 @@ class CudaTransport(Transport):
         )
 
     def _home(self, arrival: Arrival, ahead: SumAhead) -> Tensor | None:
-        """What a sum can be written into while something else is computed."""
+        """The tensor into which a sum that starts now is written; None if `out` is not contiguous."""
         if ahead.out_TH is None:
             shape = (arrival.batch_tokens, arrival.spec.hidden_size)
             return torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device)
@@ -380,9 +381,9 @@ class CudaTransport(Transport):
         just_placed: bool,
         ahead: bool = False,
     ) -> None:
-        """Meet the others, and write the sums of this rank's tokens into a contiguous tensor, on the current stream.
+        """Wait for the other ranks on the device, and write the sums of this rank's tokens into a contiguous tensor.
 
-        `ahead`: something is computed meanwhile, so one block alone waits for the others.
+        `ahead`: the caller computes meanwhile, so only one block waits for the others and leaves multiprocessors free.
         """
         home_slots, owners_TK = arrival.way_back.slots_TW, None
         if arrival.spec.sums_choices:
@@ -405,7 +406,7 @@ class CudaTransport(Transport):
         )
 
     def end(self, arrival: Arrival, done: Done | None = None) -> None:
-        """The end of a checked round: whatever went wrong in it is raised here. `done` is its end on a side stream."""
+        """End a round: if it is checked, wait for it (for `done`, on a side stream) and raise what went wrong in it."""
         if arrival.way_back.is_checked:
             (self.group.wait_for_device if done is None else done.wait)()
             if arrival.way_back.in_slots:
@@ -415,10 +416,10 @@ class CudaTransport(Transport):
     # -- Inside a host -------------------------------------------------------------------------------------
 
     def mark(self, round: int) -> None:
-        """Nothing: kernels tell of results in the sum, behind what has written them."""
+        """Do nothing: in the sum, a kernel tells the others that results are in place, behind those that wrote them."""
 
     def all_marked(self, round: int, seconds: float) -> bool:
-        """Whether all have is known in the sum alone, which waits for them: on the device, up to the deadline."""
+        """Always False: only the sum waits for the other ranks, on the device, up to the deadline."""
         return False
 
     def at_home(self, arrival: Arrival) -> ResultsAtHome:
@@ -455,7 +456,7 @@ class CudaTransport(Transport):
             self.reports.forget()
 
     def all_failed(self) -> bool:
-        """Whether every rank came to the phase in which this one failed last only to say that it failed, too."""
+        """Whether every rank failed in the phase in which this one failed last."""
         return self.reports.all_told(*self._failed)
 
     def synchronize(self) -> None:
@@ -464,6 +465,6 @@ class CudaTransport(Transport):
         self._raise_trouble()
 
     def _raise_trouble(self) -> None:
-        """Raise what a kernel has reported, without waiting for it to do so."""
+        """Raise what a kernel has reported so far, without waiting for kernels."""
         if self._reports is not None:
             self._reports.raise_trouble()

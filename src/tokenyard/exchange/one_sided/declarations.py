@@ -1,4 +1,4 @@
-"""What `one_sided` needs of memory, and where it can run: the same on CPUs and GPUs."""
+"""How much memory `one_sided` needs, and on which groups it can run, for CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def slot_bytes(spec: ExchangeSpec) -> LayerBytes:
 def layout_for(
     needs: Sequence[LayerBytes], *, control: int, in_flight: int, guard: int = 0
 ) -> WorkspaceLayout:
-    """The smallest layout that serves layers with these needs: their union."""
+    """The smallest layout that serves layers with these needs: each region is as large as the largest need."""
     return WorkspaceLayout(
         control=control,
         dispatch=max(need.dispatch for need in needs),
@@ -43,7 +43,7 @@ def layout_for(
 
 
 def watches(group: Group) -> Reason | None:
-    """None, or why the ranks of a group cannot watch what they share."""
+    """None, or why a plan on this group cannot be paranoid, that is check the memory that its ranks share."""
     if group.device.type != "cuda":
         return None
     why = "the kernels that move rows between GPUs leave no checksums, guards and poison"

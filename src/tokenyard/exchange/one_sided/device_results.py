@@ -1,4 +1,4 @@
-"""Results of `one_sided` on GPUs: where they stand, and the pass that meets the other ranks and sums them."""
+"""Results of `one_sided` on GPUs: where they stand, and the kernels that wait for the other ranks and sum them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WayBack:
-    """What is remembered of a dispatch for its results."""
+    """What is kept of a dispatch for its combine."""
 
     slots_TW: Tensor  # the slot of each token on each rank, -1 where it did not go
     max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
-    sent: tuple[int, ...]  # rows for each rank, where the host has read them
+    sent: tuple[int, ...]  # rows for each rank; empty if the host has not read them
     is_checked: bool  # whether the host reads how many rows came, and whether all went well
-    in_slots: bool = False  # whether it does so after the combine: a row is a slot until then
+    in_slots: bool = False  # whether it reads both after the combine: experts get every slot as a row
 
 
 def slots_of(arrival: Arrival) -> DispatchSlots:
@@ -36,7 +36,7 @@ def slots_of(arrival: Arrival) -> DispatchSlots:
 
 
 def choice_places(received: ReceivedRows) -> Tensor:
-    """Where results stand that rows have for each of their choices: K places for each slot."""
+    """The place in the combine region of each choice's result: every slot has K places."""
     assert isinstance(received.routes, LocalRoutes)
     pairs_N, top_k = received.routes.pairs, received.routes.ids_RK.shape[1]
     if received.slots_R is None:
@@ -46,13 +46,13 @@ def choice_places(received: ReceivedRows) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceResults(ResultsAtHome):
-    """Results in the workspaces of all ranks; one pass over them meets the others and sums."""
+    """Results in the workspaces of all ranks; the kernels that sum them wait for the other ranks."""
 
     transport: CudaTransport
     arrival: Arrival  # what these are the results of
     results: Results | None = None  # kept until they have come home
-    just_placed: bool = False  # by a kernel of this transport, not by the experts
-    out_TH: Tensor | None = None  # where the sum was begun, if it was
+    just_placed: bool = False  # whether a kernel of this transport, not the experts, wrote them
+    out_TH: Tensor | None = None  # the sum, if it was started when results were sent
     done: Done | None = None  # the end of that sum
 
     def summed(self) -> Tensor | None:

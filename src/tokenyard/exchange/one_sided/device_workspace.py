@@ -1,4 +1,4 @@
-"""The workspace of `one_sided` on GPUs: one buffer per rank in device memory, and what stands where in it."""
+"""The workspace of `one_sided` on GPUs: one buffer per rank in device memory, and views of its parts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class DeviceWorkspace:
         self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.host_status[0].nbytes]
 
     def dispatch(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
-        """The payloads of the slots that a rank receives into."""
+        """The payloads of the slots of a rank's dispatch region, into which others push rows."""
         region = self.layout.dispatch_region(slots.region)
         return self._first(slots, slots.spec.dispatch_slots.views(region.of(self.buffers[rank])))
 
     def combine(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
-        """The payloads of the slots that a rank's results are read from."""
+        """The payloads of the slots of a rank's combine region, from which others pull results."""
         region = self.layout.combine_region(slots.region)
         views = slots.spec.combine_slots.views(region.of(self.buffers[rank]))
         return self._first(slots, views, slots.spec.results_per_row)
@@ -53,7 +53,7 @@ class DeviceWorkspace:
         return {name: payload[:used] for name, payload in views.items()}
 
     def received(self, slots: DispatchSlots, counts: tuple[int, ...] | None) -> ReceivedRows:
-        """What came to this rank, as views: the rows that are there, or all slots."""
+        """The received rows as views of the workspace: `counts[w]` from rank w; or, given None, every slot as a row."""
         spec, views = slots.spec, self.dispatch(slots, self._group.rank)
         rows = spec.rows(views)
         extra = {payload.name: views[payload.name] for payload in spec.extra}
@@ -67,7 +67,7 @@ class DeviceWorkspace:
                 results=self.results_at(slots, None),
             )
         places = [torch.arange(n) + source * slots.max_tokens for source, n in enumerate(counts)]
-        # From pageable memory: it is read before this returns, and the host waits for nothing that runs on the device.
+        # From pageable memory: the copy has read it before `to` returns, and the host does not wait for the device.
         slots_R = torch.cat(places).to(self._group.device, non_blocking=True)
         return ReceivedRows(
             rows=rows,
@@ -79,23 +79,23 @@ class DeviceWorkspace:
         )
 
     def results_at(self, slots: DispatchSlots, slots_R: Tensor | None) -> CombineBuffer | None:
-        """Where results of this rank are read; None where they are encoded on the way there."""
+        """The buffer into which experts may write results; None if these are encoded, or one for each choice."""
         if slots.spec.combine_wire.quantized or slots.spec.sums_choices:
             return None
         (rows_SH,) = self.combine(slots, self._group.rank).values()
         return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
 
     def counts(self, region: int) -> Tensor:
-        """What the ranks told this one in a dispatch: rows that come, and their `max_tokens`, `[W, 2]`."""
+        """What each rank told this one in a dispatch, `[W, 2]`: the rows that it sends, and its `max_tokens`."""
         start = self.control.counts(region)
         return self._mine[start : self.control.counts(region + 1)].view(torch.int32).view(-1, 2)
 
     def words(self, buffer: Tensor | None = None) -> Tensor:
-        """The words of this rank's control region, or of that in another rank's buffer."""
+        """The 64-bit words of this rank's control region, or of the one in another rank's buffer."""
         return self.layout.control_region().of(self._mine if buffer is None else buffer).view(torch.int64)
 
     def text(self, rank: int, phase: Phase) -> Tensor:
-        """The bytes of why a rank failed in a phase."""
+        """The bytes in which a rank writes why it failed in a phase."""
         return self.control.text(list(Phase).index(phase)).of(self.buffers[rank])
 
     def read_text(self, rank: int, phase: Phase) -> str:

@@ -1,9 +1,9 @@
-"""Which captured CUDA graphs are still alive: they hold the addresses of a workspace, which must not go before them.
+"""Which captured CUDA graphs are still alive: they use the addresses of a workspace, which must outlive them.
 
-CUDA lets a graph keep a reference to something of the program's, and calls a function when the graph, and all that
-was instantiated from it, is gone. The function here is the C library's `sem_post`: it may be called on any thread,
-and does not need Python. So a semaphore counts the graphs that are gone. A graph may outlive the workspace and all
-that knew of it: the memory of a semaphore that graphs refer to is never given back.
+CUDA lets a graph hold a reference to a user object, and calls a function when the graph, and all that was
+instantiated from it, is destroyed. The function here is the C library's `sem_post`: it may be called on any thread,
+and does not need Python. So a semaphore counts the graphs that are gone. A graph may outlive the workspace and its
+transport, so the memory of a semaphore that graphs refer to is never freed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SEMAPHORE_BYTES = 64  # more than any C library's sem_t
 _MOVE = 1  # cudaGraphUserObjectMove: the graph takes over our reference
 _NO_SYNC = 1  # cudaUserObjectNoDestructorSync
 
-# Those that graphs refer to, or did.
+# The semaphores that graphs refer to, or did.
 _semaphores: list[ctypes.Array[ctypes.c_byte]] = []
 
 
@@ -33,7 +33,7 @@ class CapturedGraphs:
         self._libc.sem_init(self._gone, 0, 0)
 
     def note(self) -> None:
-        """The current stream is being captured: remember its graph."""
+        """Count the graph into which the current stream is being captured, once."""
         runtime = _runtime()
         status, number, graph = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_void_p()
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -53,14 +53,14 @@ class CapturedGraphs:
         self._count += 1
 
     def alive(self) -> int:
-        """Graphs that can still be replayed."""
+        """The number of graphs that can still be replayed."""
         gone = ctypes.c_int()
         self._libc.sem_getvalue(self._gone, ctypes.byref(gone))
         return self._count - gone.value
 
 
 def _capture_info(runtime: ctypes.CDLL) -> Any:
-    """CUDA 13 has only the third form of it, under the plain name; CUDA 12 has the second, with fewer arguments."""
+    """`cudaStreamGetCaptureInfo` in its third version: CUDA 13 has it under the plain name, CUDA 12 as `_v3`."""
     try:
         return runtime.cudaStreamGetCaptureInfo_v3
     except AttributeError:

@@ -11,9 +11,9 @@ from tokenyard.group.base import Group, Pending
 
 
 class InsideHost(Protocol):
-    """A transport whose ranks may sum results without announcements: they exchange these elsewhere."""
+    """A transport inside a host whose combine makes no announcements: `hierarchical` makes them in the whole group."""
 
-    # Whether rows go where their ids say, also where choices are given (`BatchRoutes.choices`).
+    # Whether the transport finds the rank of each choice by its id, even if `BatchRoutes.choices` gives it.
     looks_up_ids: ClassVar[bool]
     counts_choices: ClassVar[bool]
     group: Group
@@ -25,16 +25,16 @@ class InsideHost(Protocol):
     def send(self, batch: Batch) -> Pending[Arrival]: ...
 
     def mark(self, round: int) -> None:
-        """Say that this rank's results of a round are in their place."""
+        """Tell the ranks of the host that this rank's results of a round are in their place."""
 
     def all_marked(self, round: int, seconds: float) -> bool:
-        """Whether all ranks have said so, after so many seconds at most."""
+        """Wait until all ranks of the host have marked a round; False if they have not after so many seconds."""
 
     def at_home(self, arrival: Arrival) -> ResultsAtHome:
-        """The results of this rank's tokens, of which all ranks have said so, or which they are known to bring."""
+        """The results of this rank's tokens; all ranks have marked the round, or the sum itself waits for them."""
 
     def leave(self) -> None:
-        """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
+        """Take no further part, because of a loss elsewhere, and end the waits of others for this rank."""
 
     def departed(self) -> bool:
-        """Whether those whom a `PeerLost` of this transport names have left, and are not lost."""
+        """Whether the ranks that a `PeerLost` of this transport names are not lost, but have called `leave`."""

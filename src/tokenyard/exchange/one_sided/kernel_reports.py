@@ -1,7 +1,7 @@
 """What the kernels of `one_sided` report to the host: how many rows came, and what went wrong.
 
 A kernel that finds something wrong writes a status into the workspace and into the host's memory, where it is read
-without a wait. It knows numbers alone: why a rank failed, this rank reads in the text that stands in its workspace.
+without a wait. A status holds only numbers; the reason why a rank failed is a text in that rank's workspace.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tokenyard.routing import Routes
 
 
 class KernelReports:
-    """Reads what this rank's kernels report of one workspace, and raises it; and tells them that this rank fails."""
+    """Raises what this rank's kernels report in one workspace, and writes there why this rank failed."""
 
     def __init__(self, group: Group, workspace: DeviceWorkspace) -> None:
         self._group = group
-        self.workspace = workspace  # where this rank's kernels write, and those of the others
+        self.workspace = workspace  # the workspace that the kernels of all ranks write into
         self.layers: list[str] = []  # the names of the layers that are served, by their numbers
 
     def read_counts(self, slots: DispatchSlots) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many rows came from whom, and went to whom, as was copied last."""
+        """The rows that came from each rank, and went to each: as they were last copied to the host."""
         self.raise_trouble(Trouble.FAILED)
         came, limits, sent = self.workspace.host_counts[slots.region].t().tolist()
         if set(limits) != {slots.max_tokens}:
@@ -41,7 +41,7 @@ class KernelReports:
         return tuple(came), tuple(sent)
 
     def raise_trouble(self, least: Trouble = Trouble.BAD_IDS) -> None:
-        """Raise what a kernel has reported, without waiting for it to do so."""
+        """Raise what a kernel has reported so far, if it is at least as bad as `least`. Does not wait for kernels."""
         kind, flag, ranks, waited = self.workspace.launcher.host_status[0].tolist()
         if kind < least:
             return
@@ -59,7 +59,7 @@ class KernelReports:
         for rank, (_, found, why) in failures.items():
             if found:
                 raise PeerFailed(rank, why, phase=phase.value, layer=layer, rank=self._group.rank)
-        if kind == Trouble.FAILED and phase is Phase.COMBINE:  # its kernel has told so, which knows no words
+        if kind == Trouble.FAILED and phase is Phase.COMBINE:  # told by its kernel, which writes no text
             why = "InputError: its topk_ids_TK hold an id that no expert has"
             raise PeerFailed(who[0], why, phase=phase.value, layer=layer, rank=self._group.rank)
         names = ", ".join(f"rank {rank}" for rank in who)
@@ -72,13 +72,13 @@ class KernelReports:
         )
 
     def forget(self) -> None:
-        """What was reported is raised, or nobody's concern."""
+        """Clear the status, on the device and in the host's memory."""
         self.workspace.status.zero_()
         self._group.wait_for_device()
         self.workspace.launcher.host_status.zero_()
 
     def raise_bad_ids(self, arrival: Arrival) -> None:
-        """Raise if this rank has told the others in the combine that its ids were bad."""
+        """Raise if this rank's kernel has told the others in the combine that an id of this rank has no expert."""
         kind, _, ranks, _ = self.workspace.launcher.host_status[0].tolist()
         if kind != Trouble.FAILED or not ranks >> self._group.rank & 1:
             return
@@ -98,12 +98,12 @@ class KernelReports:
         )
 
     def departed(self) -> bool:
-        """Whether those whom the last report of a loss names have left, and are not lost."""
+        """Whether the ranks that the last report of a loss names are not lost, but have left."""
         kind, _, ranks, _ = self.workspace.launcher.host_status[0].tolist()
         return bool(kind == Trouble.LOST and ranks & DEPARTURE)
 
     def tell_failure(self, phase: Phase, layer: int, error: str) -> int:
-        """Write down why this rank fails in the next round of a phase; return the flag that tells of it."""
+        """Write why this rank fails in the next round of a phase; return the flag that tells the others of it."""
         number = list(Phase).index(phase)
         round = int(self.workspace.words()[ROUND + number]) + 1  # as the device counts
         # The text of an older failure may still stand there: this one says of which round it is.
@@ -114,11 +114,11 @@ class KernelReports:
         return round << 24 | layer << 2 | number | 2
 
     def all_told(self, phase: Phase, flag: int) -> bool:
-        """Whether every rank has come to a phase with this flag."""
+        """Whether every rank has published this very flag in a phase."""
         flags = self.workspace.words()[self.workspace.control.flags(list(Phase).index(phase), flag >> 24)]
         return bool((flags == flag).all())
 
 
 def _stamp(phase: Phase, round: int) -> str:
-    """What stands in front of the text of a failure: the phase and the round in which it happened."""
+    """The prefix of the text of a failure: the phase and the round in which it happened."""
     return f"{phase.value} {round}: "

@@ -1,8 +1,8 @@
-"""Launching the kernels, and rehearsals. What they are told of rows and routes is in `operands`.
+"""Launches the kernels, and loads them before (`rehearse`). Their arguments are described in `operands`.
 
-Nothing here depends on the number of tokens but the number of blocks: a batch of another size launches the same
-compiled kernels. Which of two ways a batch takes (one launch, or a count before it) is decided by its length, and
-both are loaded by `rehearse` before any kernel waits: loading a kernel while another spins can end in a deadlock.
+The number of tokens decides only the number of blocks: batches of all sizes launch the same compiled kernels. A
+dispatch is one launch for a short batch, and `assign`, `push` and `signal_and_wait` for a long one. `rehearse` loads
+the kernels of both before any kernel waits, because to load a kernel while another one spins can end in a deadlock.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tokenyard.formats import FORMATS, PlainFormat
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Placement
 
-# Tokens up to which every block finds the slots of its own row.
+# The most tokens for which a dispatch is one launch, in which every block finds the slots of its own row.
 LONGEST_WHOLE = 64
-# Blocks of a rank up to which a combine of results that are in place waits in every block.
+# The most blocks of a rank with which every block of `pull` waits for the other ranks itself (`MEETS`).
 MOST_WAITING_BLOCKS = 128
-# Where a rank has few blocks: columns of all rows that one reads at a time, and how many times that is on its way, in
-# shared memory. 4 × 2,048 bf16 rows of 4,096 to four ranks of an H200, with one block for each, took 1.9 ms when
-# nothing was read while rows were written, and take 1.35 ms.
+# If the rank's multiprocessors are limited (`sms`): the elements, of several rows, that a block reads at a time, and
+# how many such reads are in flight, in shared memory. 4 × 2,048 bf16 rows of 4,096 to four ranks of an H200, with one
+# block for each, took 1.9 ms when nothing was read while rows were written, and take 1.35 ms.
 PUSH_COLUMNS, PUSH_STAGES = 1 << 14, 3
 # The same for results, in registers: their sums take 1.0 ms, 1.4 ms with twice as many, 2.4 ms through shared memory.
 PULL_COLUMNS = 1 << 13
@@ -57,17 +57,17 @@ _SHARED_FOR_STAGES = 160 << 10
 
 
 def _chunks(tokens: int) -> int:
-    """Chunks that cover so many slots of a window."""
+    """The number of chunks of `CHUNK` tokens (or slots) that cover so many, at least one."""
     return max(1, -(-tokens // int(push_room.CHUNK.value)))
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block can have."""
+    """Bytes of shared memory that a block can have on a device."""
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def _launch_early(early: bool) -> dict[str, bool]:
-    """The option that lets a kernel start before its predecessor has ended."""
+    """The launch option with which a kernel starts before its predecessor has ended (programmatic launch)."""
     return {"launch_pdl": True} if early else {}
 
 
@@ -100,7 +100,7 @@ class Launcher:
         self._wide = triton.next_power_of_2(self.world)
         # By layer: its placement, and the tables of it that kernels read.
         self._tables: dict[str, tuple[Placement, tuple[Tensor, Tensor]]] = {}
-        # What the chunks of a batch tell each other: their counts, which carry the round.
+        # The counts that the chunks of a batch tell each other in `assign`, each with its round.
         self.max_tokens = max_tokens
         shape = (ranks * _chunks(max_tokens), self.world)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -110,7 +110,7 @@ class Launcher:
         self._push_stages = PUSH_STAGES if on_gpu and _shared_memory(self.device) >= _SHARED_FOR_STAGES else 1
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Kernels are launched on the device of the workspace, whatever the current one is."""
+        """A context in which kernels are launched on the device of the workspace."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def rehearse(self, spec: ExchangeSpec) -> None:
@@ -127,7 +127,7 @@ class Launcher:
         choice_counts = torch.zeros(spec.num_experts + 1, dtype=torch.int64, device=self.device)
         routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1, choice_counts)
         encoded = spec.rows(spec.wire.empty_payloads(1, spec.hidden_size, self.device))
-        # Whoever has encoded rows sends them as they are; others leave that to the kernels, where one can.
+        # Rows may come encoded, or unencoded if a kernel can encode the wire: both are loaded.
         forms: list[EncodedRows | Tensor] = [encoded]
         if Encoding.of(spec.wire) is not None:
             forms.append(x_TH)
@@ -166,7 +166,7 @@ class Launcher:
                 pull(out_TH, begun=begun, limited=False, sized_for=tokens)
 
     def table(self, spec: ExchangeSpec) -> tuple[Tensor, Tensor]:
-        """Where the experts of a layer live. Another placement is written where the last one stood: graphs read it."""
+        """The tables of where a layer's experts are. A new placement overwrites the old one, as CUDA graphs read it."""
         placement = spec.placement
         if self.ranks > 1 and placement.has_replicas:
             raise InputError(
@@ -198,9 +198,9 @@ class Launcher:
         choice_counts: Tensor | None = None,
         waits: bool = True,
     ) -> Tensor:
-        """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go.
+        """Push a batch to its ranks; return the slot of each token on each rank, `[T, W]`, -1 where it does not go.
 
-        `choice_counts`: of nobody, then of each expert; the batch's choices are added there.
+        `choice_counts` `[1 + E]`: the batch's choices are added there, those of expert e at index 1 + e.
         """
         spec, tokens = slots.spec, ids_TK.shape[0] // self.ranks
         slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
@@ -220,7 +220,7 @@ class Launcher:
     def _loads(
         self, spec: ExchangeSpec, rows: EncodedRows | Tensor, extra: Mapping[str, Tensor]
     ) -> list[Load]:
-        """What travels, payload by payload; the row itself last."""
+        """The payloads that `push` moves, one launch for each; the row itself last."""
         if isinstance(rows, EncodedRows):
             return [copied(name, tensor) for name, tensor in {**extra, **rows.payloads}.items()]
         wire = spec.wire
@@ -237,7 +237,7 @@ class Launcher:
     ) -> None:
         """Publish that this rank has done its part of a phase, or that it failed (1), and wait for the others.
 
-        `fails` is 2 where it failed if its ids were bad.
+        `fails`: 0, 1 if it failed, or 2 if it failed only in case the kernels have found bad ids.
         """
         flags_room.signal_and_wait[(self.ranks,)](
             self.peers, self.host_status, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
@@ -246,7 +246,7 @@ class Launcher:
         )  # fmt: skip
 
     def _blocks(self, items: int) -> int:
-        """The blocks of a rank that share so many items: a block is on one multiprocessor, and one has many."""
+        """The number of blocks for so many items: one each, but no more than the multiprocessors allowed (`sms`)."""
         return items if self.sms is None else min(items, self.sms)
 
     def _assign(self, slots: DispatchSlots, routes: Routing) -> None:
@@ -270,7 +270,7 @@ class Launcher:
         waits: bool = True,
         sized_for: int | None = None,
     ) -> None:
-        """Move one payload. `sized_for`: the number of rows that the kernel is chosen for, where nothing is moved."""
+        """Push one payload. `sized_for`: in a rehearsal, the number of rows for which the kernel is chosen."""
         spec, tokens, encoding = slots.spec, routes.tokens, load.encoding
         tiles = row_tiles(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
         if self.sms is not None and not whole:
@@ -308,7 +308,7 @@ class Launcher:
     def _kernel_places(
         self, slots: DispatchSlots, places: Mapping[str, int], data: str | None = "data"
     ) -> push_room.Places:
-        """Where a kernel finds the payloads of a region: 0 stands for those that it has not."""
+        """The offsets of a region's payloads in a workspace, in bytes; 0 for payloads that the region does not have."""
         return push_room.Places(
             data=0 if data is None else places[data],
             scales=places.get("scales", 0),
@@ -335,7 +335,7 @@ class Launcher:
         dense: bool = True,
         waits: bool = True,
     ) -> None:
-        """Place results (None: they are placed), meet the others, and write this rank's sums into `out_TH`."""
+        """Place results (None: they are placed), wait for the other ranks, and write this rank's sums into `out_TH`."""
         if results is not None:
             self.place(slots, results, dense=dense)
         self.sum(slots, slots_TW, out_TH, add, just_placed=results is not None, waits=waits)
@@ -368,7 +368,7 @@ class Launcher:
         ended: Tensor | None = None,
         tells_bad_ids: bool = False,
     ) -> None:
-        """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
+        """Wait for the other ranks, and write this rank's sums into `out_TH`; `just_placed`: `place` wrote the results.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
         `before_adding` is called in front of the launch that reads `add`, which may still be computed; `ended` becomes
@@ -390,7 +390,7 @@ class Launcher:
         pull = partial(self._pull, slots, layout, home_slots, tokens=tokens, owners_TK=owners_TK)
         begun = None
         if before_adding is not None and add and self.sms is not None:
-            # Few multiprocessors sum slowly: they do so beside what is computed, and all of them finish behind it.
+            # With few multiprocessors sums are slow. They start while the terms are computed; all finish them later.
             begun = self._begun(out_TH)
             pull(begun.totals, (), ended=ended, begun=begun)
         if before_adding is not None:
@@ -398,7 +398,7 @@ class Launcher:
         pull(out_TH, add, meets=meets, begun=begun, limited=begun is None)
 
     def _begun(self, out_TH: Tensor) -> pull_room.Begun:
-        """Room for the sums of few multiprocessors."""
+        """Memory for the sums that a launch on few multiprocessors begins."""
         assert self.sms is not None
         return pull_room.Begun(
             torch.empty_like(out_TH, dtype=torch.float32),
@@ -408,7 +408,7 @@ class Launcher:
     def place(
         self, slots: DispatchSlots, results: Tensor, *, dense: bool, places_N: Tensor | None = None
     ) -> None:
-        """Write results where their owners find them: `places_N` says where, if rows have several."""
+        """Write results into this rank's combine region; `places_N`: the place of each, if rows have one per choice."""
         self._place(slots, self._return_layout(slots), results, dense=dense, places_N=places_N)
 
     def _return_layout(self, slots: DispatchSlots) -> ReturnLayout:
@@ -463,7 +463,7 @@ class Launcher:
         limited: bool = True,
         sized_for: int | None = None,
     ) -> None:
-        """Sum: where `limited` by few multiprocessors, into `begun` until `ended`; else on from there."""
+        """Launch `pull`: if `limited`, with few blocks that write into `begun` until `ended`; else with all blocks."""
         tiles = layout.tiles(tokens if sized_for is None else sized_for)
         few = tiles if self.sms is None else layout.encoding.several(tiles, PULL_COLUMNS)
         items = max(1, triton.cdiv(tokens, few.rows) * few.parts)

@@ -1,4 +1,4 @@
-"""What kernels are told of rows, routes and results: how they are encoded, cut into tiles, and where they go."""
+"""The arguments of kernels: how rows and results are encoded and cut into tiles, and where they go."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import Format
 from tokenyard.routing import Placement
 
-# Rows of a launch up to which a row is spread over several blocks.
+# The most rows of a launch with which a row is spread over several blocks.
 FEW_ROWS = 256
-# Rows of a launch from which on they are cut for bandwidth, not for latency.
+# With more rows in a launch than this, tiles are chosen for bandwidth, not for latency.
 MANY_ROWS = 2048
 # Bits of a flag that name the layer.
 LAYER_BITS = 12
@@ -42,8 +42,8 @@ class TileConfig:
     parts: int
     warps: int
     streams: bool = False  # whether the launch writes more than a cache holds
-    rows: int = 1  # rows that a block moves at a time, where a rank has few blocks
-    stages: int = 1  # how many such moves are on their way at a time
+    rows: int = 1  # rows that a block moves at a time, more than one if a rank has few blocks
+    stages: int = 1  # pipeline stages: how many of these reads are in flight
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Encoding:
 
     @classmethod
     def of(cls, format: Format) -> Encoding | None:
-        """Of rows that are not in this format yet; None, if no kernel encodes it."""
+        """The encoding of unencoded rows in this format; None if no kernel encodes it."""
         if isinstance(format, PlainFormat):
             return cls(push_room.CAST, _KINDS[format.dtype])
         if isinstance(format, Mxfp8):
@@ -73,9 +73,9 @@ class Encoding:
         return None
 
     def several(self, tiles: TileConfig, columns: int, stages: int = 1) -> TileConfig:
-        """The same cut for a rank that has few blocks: each moves rows together that need no encoding.
+        """The same cut for a rank that has few blocks: each moves several rows at a time, if they need no encoding.
 
-        So many `columns` of all rows at a time; the next ones are on their way while some are written (`stages`).
+        A block reads `columns` elements of these rows at a time; with `stages`, it reads the next while it writes some.
         """
         rows = max(1, min(8, columns // tiles.tile))
         if rows == 1 or self.code not in (push_room.COPY, push_room.CAST):
@@ -102,7 +102,7 @@ def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
     """The cut of a row that goes out, for elements of `encoding`, in a launch of so many rows."""
     widest, many = max(128, triton.next_power_of_2(columns)), tokens > MANY_ROWS
     if encoding.code == push_room.NVFP4:
-        if encoding.option == 0:  # the whole row decides about its scale
+        if encoding.option == 0:  # the global scale is computed from the whole row
             return TileConfig(min(8192, widest), 1, 4)
         if tokens <= FEW_ROWS and columns % 1024 == 0:
             return TileConfig(1024, columns // 1024, 2)
@@ -134,19 +134,19 @@ def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tu
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The same numbers, row by row, from a multiple of 16 bytes on: kernels are compiled for no other place."""
+    """The tensor, contiguous and at a multiple of 16 bytes, as kernels are compiled for; a copy if need be."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def narrow(ids: Tensor) -> Tensor:
-    """Ids in 32 bits. One that has no room there becomes the largest, which no expert has."""
+    """Ids as int32. An id out of its range becomes the nearest one in range, which no expert has."""
     room = torch.iinfo(torch.int32)
     return (ids.clamp(room.min, room.max) if ids.dtype == torch.int64 else ids).int()
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """A matrix as integers, the widest of up to four bytes that its rows hold a whole number of."""
+    """A matrix viewed as integers of 4, 2 or 1 bytes: the widest of which a row holds a whole number."""
     row = rows.shape[1] * rows.element_size()
     dtype, _ = _WORDS[math.gcd(row, 4)]
     return aligned(rows).view(torch.uint8).view(dtype)
@@ -154,7 +154,7 @@ def as_words(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Load:
-    """One payload of a batch: the rows as they are read, how they are encoded, and how wide they are then."""
+    """One payload of a batch: rows as the kernel reads them, their encoding, and their encoded width (`padded`)."""
 
     name: str
     rows: Tensor
@@ -177,16 +177,16 @@ class Routing:
     slots_TW: Tensor
     places: Mapping[str, int]
     tokens: int
-    choice_counts: Tensor | None = None  # where choices are counted: of nobody, then of each expert
+    choice_counts: Tensor | None = None  # counts of choices: of nobody, then of each expert
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchSlots:
-    """Everything of one dispatch that is not a number of tokens: its layer, and where it goes."""
+    """The slots of one dispatch: its layer, its region, and the slots of each rank's window."""
 
     spec: ExchangeSpec
     region: int
-    max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
+    max_tokens: int  # the most tokens of a rank in this dispatch: each rank's window has so many slots
 
     @property
     def layer(self) -> int:

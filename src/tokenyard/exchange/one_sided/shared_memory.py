@@ -1,19 +1,20 @@
 """`one_sided`: ranks write rows straight into each other's memory, and read results straight out of it.
 
     dispatch   pushes: the i-th row for rank w goes into slot `me · max_tokens + i` of w's dispatch region
-               with `max_rows`: rows stand one behind the other, so ranks first tell all how many they have for whom
+               with `max_rows`: rows stand without gaps, so ranks first announce to all how many go to each rank
     combine    pulls: results stand in the combine region of the rank that computed them; their owners read them
 
 Slots follow from the order of tokens, so placement is deterministic, and no rank has to ask another for room. A slot
-that nobody wrote in this round is never read: each rank is told how many rows came from whom.
+that no rank wrote in this round is never read: announcements tell each rank how many rows came from which rank.
 
 **Why nothing is overwritten too early.** Each of `in_flight` dispatches has a pair of regions, which it keeps until it
-is combined. So a rank pushes into a region only after the combine of what stood there, in which it heard from every
-rank; they said so after their experts had read it. A rank writes results only after their dispatch, in which it heard
-from every rank; they said so after they had pulled what stood there before. Dispatch and combine regions never overlap,
-so a fast rank may push its next layer while a slow one still pulls.
+is combined. A rank pushes into a dispatch region only after the combine of the rows that stood there. In that combine
+it received an announcement from every rank, which each made after its experts had read those rows. A rank writes
+results into a combine region only after their dispatch. In that dispatch it received an announcement from every rank,
+which each made after it had pulled the results that stood there before. Dispatch and combine regions never overlap, so
+a fast rank may push its next layer while a slow one still pulls.
 
-A rank that fails tells the others in place of rows; all raise, and the next round starts clean.
+A rank that fails announces that in place of rows; all ranks raise, and the next round starts clean.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ class Workspace:
     def __init__(self, group: Group, layout: WorkspaceLayout) -> None:
         self.layout = layout
         self.nbytes = layout.nbytes
-        with torch.inference_mode(False):  # what is made there could not be written elsewhere
+        with torch.inference_mode(False):  # inference tensors could not be written outside of it
             self.buffers = group.share_memory(layout.nbytes)
         controls = [layout.control_region().of(buffer) for buffer in self.buffers]
         self.signals = Signals(controls, group)
         self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
 
     def dispatch(self, rank: int, spec: ExchangeSpec, region: int) -> dict[str, Tensor]:
-        """The payloads of all slots that a rank receives into."""
+        """The payloads of all slots of a rank's dispatch region, into which others push rows."""
         return self._slots(spec.dispatch_slots, rank, self.layout.dispatch_region(region))
 
     def combine(self, rank: int, spec: ExchangeSpec, region: int) -> dict[str, Tensor]:
-        """The payloads of all slots that a rank's results are read from."""
+        """The payloads of all slots of a rank's combine region, from which others pull results."""
         return self._slots(spec.combine_slots, rank, self.layout.combine_region(region))
 
     def _slots(self, slots: SlotLayout, rank: int, region: Region) -> dict[str, Tensor]:
@@ -125,7 +126,7 @@ class SharedMemoryTransport(Transport):
             self._make_workspace(needed)
 
     def _make_workspace(self, layout: WorkspaceLayout) -> None:
-        """All or nothing: if a rank cannot allocate, all raise here, and the old workspace still serves."""
+        """Replace the workspace. If one rank cannot allocate, all ranks raise, and the old workspace still serves."""
         self._workspace = Workspace(self.group, layout)
 
     def layout_for(self, specs: Sequence[ExchangeSpec]) -> WorkspaceLayout:
@@ -138,7 +139,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Look at every layer's slots once: a workspace that one of them does not fit into is found now."""
+        """Make the views of every layer's slots once, to raise now if a layer does not fit into the workspace."""
         for spec in specs:
             for region in range(self.in_flight):
                 try:
@@ -165,7 +166,7 @@ class SharedMemoryTransport(Transport):
         return Pending(lambda: self._receive(batch, [first] * self.group.size))
 
     def _send_where_there_is_room(self, batch: Batch) -> Arrival:
-        """Hear how many rows each rank has for whom, write own ones behind those of earlier ranks, and meet again."""
+        """Read how many rows go from each rank to each, push behind the rows of lower ranks, and announce again."""
         counts_WW = [other.counts for other in self._hear_counts(batch.announcements)]
         before = counts_WW[: self.group.rank]
         firsts = [sum(counts[rank] for counts in before) for rank in range(self.group.size)]
@@ -179,9 +180,9 @@ class SharedMemoryTransport(Transport):
         counts = [announcement.counts[0] for announcement in self._hear(batch.announcements)]
         return batch.arrived(self.received(batch, counts), counts, way_back=firsts)
 
-    @torch.no_grad()  # weights may want a gradient; a workspace that remembered would hold every batch
+    @torch.no_grad()  # weights may require a gradient; a workspace with a graph would keep every batch alive
     def push(self, batch: Batch, firsts: Sequence[int]) -> None:
-        """Write each row to every rank that owns one of its experts, from these slots on. Nobody reads it untold."""
+        """Write each row to every rank that owns one of its experts, from slot `firsts[w]` on for rank w."""
         ids_NK, weights_NK = batch.routes.local_routes()
         whole = batch.payloads
         start = 0
@@ -197,7 +198,7 @@ class SharedMemoryTransport(Transport):
             start += count
 
     def received(self, batch: Batch, counts: Sequence[int]) -> ReceivedRows:
-        """What came, as views of the workspace: the rows, and the slots in which there are any."""
+        """The received rows, `counts[w]` of them from rank w: views of the workspace, and the slots that hold rows."""
         spec = batch.spec
         slots = self.workspace.dispatch(self.group.rank, spec, batch.region)
         slots_R = numbered(spec.first_slots(counts), counts)
@@ -211,12 +212,12 @@ class SharedMemoryTransport(Transport):
         )
 
     def results_at(self, spec: ExchangeSpec, region: int, slots_R: Tensor | None) -> CombineBuffer | None:
-        """Where experts may write their results, without a copy. None, if they are encoded, or one for each choice."""
+        """The buffer into which experts may write results, to save a copy; None if these are encoded, or per choice."""
         if spec.combine_wire.quantized or spec.sums_choices:
             return None
         slots = self.workspace.combine(self.group.rank, spec, region)
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
-        # Detached: experts may write what wants a gradient, and only this handle is to remember it.
+        # Detached: experts may write tensors that require a gradient, which must not reach the shared views.
         return CombineBuffer(rows_SH=slots[payload.name].detach(), slots_R=slots_R)
 
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
@@ -264,18 +265,18 @@ class SharedMemoryTransport(Transport):
         self._hear(failure.announcements)
 
     def _tell(self, announcements: Announcements) -> None:
-        """Tell each rank; whatever is announced was written before."""
+        """Send this rank's announcement to each rank. The rows or results that it announces must be written before."""
         signals = self.workspace.signals
         if not signals.left:
             for rank in range(self.group.size):
                 signals.tell(rank, announcements.for_rank(rank))
 
     def _hear(self, announcements: Announcements) -> Sequence[Announcement]:
-        """Wait for the words of all ranks; raise if one is elsewhere, or failed."""
+        """Wait for the announcements of all ranks, and return them; raise if one is elsewhere, or failed."""
         return announcements.heard(self._hear_answers(announcements))
 
     def _hear_answers(self, announcements: Announcements) -> Sequence[Announcement]:
-        """Wait for the words of all ranks. Every rank that was told is in this round, whatever comes of it."""
+        """Wait for the announcements of all ranks, and count the round, even if it fails. They are not checked yet."""
         signals = self.workspace.signals
         if signals.left:
             raise announcements.announcer.usability.ranks_parted()
@@ -297,20 +298,20 @@ class SharedMemoryTransport(Transport):
     # -- Inside a host -------------------------------------------------------------------------------------
 
     def mark(self, round: int) -> None:
-        """Say that this rank's results of a round are in their place."""
+        """Tell the ranks of the host that this rank's results of a round are in their place."""
         self.workspace.signals.mark(round)
 
     def all_marked(self, round: int, seconds: float) -> bool:
-        """Wait until all ranks have said so; False after so many seconds."""
+        """Wait until all ranks of the host have marked a round; False if they have not after so many seconds."""
         return self.workspace.signals.all_marked(round, seconds)
 
     def leave(self) -> None:
-        """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
+        """Take no further part, because of a loss elsewhere, and end the waits of others for this rank."""
         if self._workspace is not None:
             self._workspace.signals.leave()
 
     def departed(self) -> bool:
-        """Whether those whom a `PeerLost` of this transport names have left, and are not lost."""
+        """Whether the ranks that a `PeerLost` of this transport names are not lost, but have called `leave`."""
         return self._workspace is not None and self._workspace.signals.departed()
 
     def lost(self) -> list[int]:
@@ -321,6 +322,6 @@ def _gather_into(slots: Tensor, tensor: Tensor, tokens: Tensor) -> None:
     """Copy some rows of a payload into consecutive slots: one pass, row by row, as bytes."""
     source, target = as_bytes(tensor), slots.view(torch.uint8)
     if tokens.numel() == source.shape[0]:
-        target.copy_(source)  # ascending and all of them: as they are
+        target.copy_(source)  # all tokens, in their order
     else:
         torch.index_select(source, 0, tokens, out=target)

@@ -1,15 +1,15 @@
-"""A CUDA stream beside the caller's: what travels, or what is computed meanwhile, runs there.
+"""A CUDA stream beside the caller's, for kernels that move rows, or for what is computed at the same time.
 
-    with side.fork() as done: …    launched on the side stream, behind all that the caller's was given so far
-    done.join()                    the current stream goes on behind it; the host waits for nothing
-    done.wait()                    the host waits for it
+    with side.fork() as done: …    launches on the side stream, behind all work of the caller's stream so far
+    done.join()                    makes the current stream wait for that work; the host does not wait
+    done.wait()                    makes the host wait for that work
 
-**Memory.** What is read on the side stream is kept until `join`, by whoever will call it. What is allocated there is
-used again by a later fork, which begins behind all that the caller's stream was given before: also behind whatever read
-the old content. So no tensor has to be marked as used by two streams.
+**Memory.** The caller of `join` must keep the tensors that the side stream reads alive until then. Memory allocated on
+the side stream is reused by later forks only. Each of these begins behind all earlier work of the caller's stream, and
+so behind all kernels that read the old content. So no tensor needs `record_stream`.
 
-**Captures.** A fork and its join are events: in a CUDA graph they become the edges between two branches. What was
-forked inside a capture is joined inside it.
+**Captures.** A fork and its join are events: in a CUDA graph they become the edges between two branches. A fork inside
+a capture must be joined inside it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from tokenyard.group.devices import reserve_memory
 
 
 class Done:
-    """The end of what a side stream was given, for those that wait for it."""
+    """The end of some work on a stream, for streams and the host to wait for."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
-        self.reads: object = None  # kept as long as this is
-        self.ended: torch.Tensor | None = None  # on the device, for kernels that look: 1 when it is done
+        self.reads: object = None  # tensors that the work reads, kept alive as long as this object is
+        self.ended: torch.Tensor | None = None  # on the device, for kernels to read: 1 when the work is done
 
     def mark(self) -> None:
-        """It ends here, on the current stream."""
+        """Make the work end here: at the present end of the current stream."""
         self._event.record()
 
     def join(self) -> None:
-        """Let what the current stream is given from now on run behind it."""
+        """Make the current stream wait for the end of the work."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> None:
-        """Return when it is done."""
+        """Make the host wait for the end of the work."""
         self._event.synchronize()
 
 
 class SideStream:
-    """One stream more for a rank. Of a higher priority than the caller's: what others wait for goes first."""
+    """A further stream of a rank, of a higher priority than the caller's, because other ranks wait for its work."""
 
     def __init__(self, device: torch.device, *, priority: int, large_pieces: int) -> None:
-        # Priorities have streams of their own in torch's supply: no other rank's thread is on this one.
+        # Torch's pool has separate streams for each priority, so that no other rank's thread uses this one.
         self._stream = torch.cuda.Stream(device, priority=priority)
         with torch.cuda.stream(self._stream):
             reserve_memory(device, large_pieces=large_pieces)
 
     @contextmanager
     def fork(self, after: Done | None = None) -> Iterator[Done]:
-        """Run what is launched inside on this stream, behind `after`, or all that the current stream was given."""
+        """Launch on this stream inside, behind `after`, or by default behind all work of the current stream."""
         if after is None:
             after = Done()
             after.mark()
@@ -65,5 +65,5 @@ class SideStream:
             done.mark()
 
     def synchronize(self) -> None:
-        """Return when all that it was given is done."""
+        """Make the host wait for all work of this stream."""
         self._stream.synchronize()

@@ -1,10 +1,10 @@
-"""Flags and mail in shared memory: how ranks tell each other, without a message, that something is written.
+"""Flags and announcements in shared memory, by which ranks tell each other that rows or results are written.
 
 Every rank has a control region in its workspace, which all ranks map:
 
     state     what this rank waits for now, as a flag, and in which turn; 0 while it does not wait
-    mark      behind it: the last round whose results this rank has in their place, where nobody is told of them
-    verdict   non-zero once a rank is given up, or has left; behind it, one byte for each rank that is marked
+    mark      behind it: the last round whose results this rank has in their place, if these are not announced here
+    verdict   non-zero once a rank is given up, or has left; behind it, a byte for each rank, 1 if it is that rank
     mail      for each turn, phase and source rank: a flag (a cache line of its own) and an announcement
     counts    for each turn: what this rank announces to all in a dispatch whose rows have a bound
 
@@ -12,9 +12,10 @@ Every rank has a control region in its workspace, which all ranks map:
 only grow, so a flag is never reset, and the flag of an earlier round cannot be taken for this one. A rank whose flag
 has the right round and another layer has drifted.
 
-**Turns.** All ranks meet in every dispatch, and in every combine, be it to say that they failed. Each phase has mail
-for two meetings, in turn. A rank that meets the others again has heard from all of them in between, so they have read
-what it said the time before last: mail is never overwritten before it was read, however rounds fail.
+**Turns.** All ranks take part in every dispatch and every combine, even if only to announce that they failed. Each
+phase has mail for two rounds, used in turn. Between two rounds of the same turn a rank received announcements from all
+others, which they made after they had read its mail of the earlier one. So mail is never overwritten before it was
+read, even if rounds fail.
 
 **Order.** Data is written before its flag and read after it. On x86 plain aligned stores become visible in program
 order, and plain loads are done in program order, so that is enough; elsewhere it is not, and Python has no fence, so
@@ -24,15 +25,15 @@ torch is (no torn read in 10 million), `struct.pack_into` is not (9% of reads we
 **Waiting** yields the core at once and then sleeps, longer each time, up to a fifth of a millisecond: four ranks on two
 cores must not burn each other's time.
 
-**Giving up.** Waits end at the group's deadline, counted from entering the wait, or as soon as somebody who has not
-come is seen to be gone: its process has ended. The first rank whose wait ends so decides who is lost, and writes the
-verdict into every rank's control region; the others find it there and raise the same, also a late rank for which
-everything is there by now. Somebody who is itself waiting for a third rank is not lost: its state says what for, and
+**Giving up.** Waits end at the group's deadline, counted from entering the wait, or as soon as the process of a missing
+rank is seen to have ended. The first rank whose wait ends in this way decides which ranks are lost, and writes the
+verdict into every rank's control region. The others find it there and raise the same error, also a late rank whose mail
+is complete by now. A missing rank that itself waits for a third one is not lost: its state says what it waits for, and
 its mail whether that has come.
 
 **Ranks in different plans** wait in different control regions. A rank that waits for long looks whether one that it
-misses waits for it in another plan of the group, and puts its announcement there: that rank reads of another plan, and
-both raise `Drifted`.
+misses waits for it in another plan of the group, and puts its announcement there. That rank sees the other plan's
+number in it, and both raise `Drifted`.
 """
 
 from __future__ import annotations
@@ -91,13 +92,13 @@ _of_group: WeakKeyDictionary[Group, WeakSet[Signals]] = WeakKeyDictionary()
 
 
 class Signals:
-    """The control regions of all ranks, as one rank uses them."""
+    """Writes and reads the control regions of all ranks, for one rank."""
 
     def __init__(self, controls: Sequence[Tensor], group: Group) -> None:
         self.rank, self.world = group.rank, group.size
         self.left = False  # whether this rank has told the others that it is in another plan
         self._group = group
-        self._meetings = dict.fromkeys(Phase, 0)  # how many there were
+        self._meetings = dict.fromkeys(Phase, 0)  # by phase: how often all ranks were heard
         self._controls = list(controls)
         self._bytes = [memoryview(control.numpy().data) for control in controls]
         # A store through a memoryview of 64-bit words is one store of the machine.
@@ -116,7 +117,7 @@ class Signals:
         self._words[self.rank][0] = value
 
     def _turn(self, phase: Phase) -> int:
-        """The turn of the meeting that is on, or comes next."""
+        """The turn of a phase's mail that is in use now, or next."""
         return self._meetings[phase] % _TURNS
 
     def _mail_offset(self, phase: Phase, turn: int, source: int) -> int:
@@ -128,7 +129,7 @@ class Signals:
     # -- Telling and hearing -------------------------------------------------------------------------------
 
     def tell(self, target: int, mine: Announcement) -> None:
-        """Put an announcement into a rank's mail, then its flag. Whatever it announces was written before."""
+        """Put an announcement into a rank's mail, then its flag. What it announces must be written before."""
         self._put(target, mine.phase, self._turn(mine.phase), mine, flag(mine.layer, mine.phase, mine.round))
 
     def _put(self, target: int, phase: Phase, turn: int, mine: Announcement, word: int) -> None:
@@ -137,12 +138,12 @@ class Signals:
         self._words[target][offset // 8] = word
 
     def publish_counts(self, mine: Announcement) -> None:
-        """Write the counts of a dispatch where all ranks read them, before they are told of it."""
+        """Write the counts of a dispatch into this rank's control region, for all ranks, before it is announced."""
         counts = self._counts_at(self._turn(mine.phase))
         self._words[self.rank][counts : counts + len(mine.counts)] = memoryview(array("q", mine.counts))
 
     def published_counts(self, phase: Phase, length: int) -> list[tuple[int, ...]]:
-        """What each rank has published for the meeting of a phase that was heard last."""
+        """The counts that each rank published in the last round of a phase that was heard."""
         counts = self._counts_at(self._turn(phase) - 1)
         return [tuple(words[counts : counts + length]) for words in self._words]
 
@@ -152,7 +153,7 @@ class Signals:
         return (start + turn % _TURNS * _counts_bytes(self.world)) // 8
 
     def hear(self, mine: Announcement) -> list[Announcement]:
-        """Wait until every rank has told this one what it brings to this phase of this round."""
+        """Wait for every rank's announcement of this phase of this round, and return them."""
         waiting, turn = flag(mine.layer, mine.phase, mine.round), self._turn(mine.phase)
         flags = [self._mail_offset(mine.phase, turn, source) // 8 for source in range(self.world)]
         words = self._words[self.rank]
@@ -194,16 +195,16 @@ class Signals:
                 raise self._group.lost(lost, phase=mine.phase.value, waited=waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_SLEEP)
-        # Others have given up in this round, or before: they do not take part any more.
+        # If there is a verdict, other ranks have given up, in this round or before, and take no further part.
         if lost := self.lost():
             raise self._group.lost(lost, phase=mine.phase.value, waited=time.monotonic() - started)
 
     def mark(self, round: int) -> None:
-        """Say that what was written for a round is in its place, to whoever looks."""
+        """Mark in this rank's control region that its results of a round are in their place."""
         self._words[self.rank][_MARK] = round
 
     def all_marked(self, round: int, seconds: float) -> bool:
-        """Wait until every rank has said so of a round, or of a later one; False after so many seconds."""
+        """Wait until every rank has marked a round, or a later one; False if that takes more than so many seconds."""
         until, pause = time.monotonic() + seconds, _SHORTEST_SLEEP
         while not all(words[_MARK] >= round for words in self._words):
             if time.monotonic() > until:
@@ -215,22 +216,22 @@ class Signals:
     # -- Giving up -----------------------------------------------------------------------------------------
 
     def lost(self) -> list[int]:
-        """Who is lost, by the verdict that somebody wrote here; nobody, if there is none."""
+        """The ranks that the verdict in this rank's control region names; empty if there is no verdict."""
         if not self._words[self.rank][_LINE // 8]:
             return []
         lost = self._controls[self.rank][2 * _LINE : 2 * _LINE + self.world]
         return lost.nonzero().squeeze(1).tolist()
 
     def leave(self) -> None:
-        """Tell every rank that this one takes part no more, though it is not lost: their waits end, too."""
+        """Write a verdict that this rank has left, though it is not lost: the waits of the others end."""
         self._publish([self.rank], _DEPARTURE)
 
     def departed(self) -> bool:
-        """Whether those whom `lost` names have only left."""
+        """Whether the ranks that `lost` names have left, and are not lost."""
         return self._words[self.rank][_LINE // 8] == _DEPARTURE
 
     def _publish(self, ranks: Sequence[int], kind: int) -> None:
-        """Write a verdict into every rank's control region. The first one stands."""
+        """Write a verdict into every rank's control region, unless that already holds one."""
         marks = torch.zeros(self.world, dtype=torch.uint8)
         marks[list(ranks)] = 1
         for target in range(self.world):
@@ -239,12 +240,12 @@ class Signals:
                 self._words[target][_LINE // 8] = kind
 
     def _missing(self, mine: Announcement, suspects: Iterable[int]) -> list[int]:
-        """Who of the suspects has not come to a phase of a round."""
+        """Those of the suspects whose announcement of a phase of a round has not come."""
         turn = self._turn(mine.phase)
         return [r for r in suspects if self._flag_of(self.rank, mine.phase, turn, r) >> 24 < mine.round]
 
     def _give_up(self, mine: Announcement, suspects: Iterable[int]) -> list[int]:
-        """Decide who of the suspects is lost, and tell every rank. Who has come in this round is not."""
+        """Decide which of the suspects are lost, and write the verdict; a rank whose announcement has come is not."""
         missing = self._missing(mine, suspects)
         lost = [r for r in missing if not self._waits_for_another(r)] or missing
         if not lost:
@@ -253,20 +254,20 @@ class Signals:
         return self.lost()
 
     def _waits_for_another(self, rank: int) -> bool:
-        """Whether a rank that we miss is itself waiting, in any plan, for somebody who has not come."""
+        """Whether a missing rank is itself waiting, in any plan, for another rank that has not come."""
         others = [source for source in range(self.world) if source != rank]
         return any(plan._waits_for(rank, source) for plan in self._all_plans for source in others)
 
     def _waits_for(self, rank: int, source: int) -> bool:
-        """Whether a rank waits in this plan for a word of `source` that has not come."""
+        """Whether a rank waits in this plan for an announcement of `source` that has not come."""
         waiting, turn = self._state(rank)  # 0 where it does not wait: no flag is below that
         return self._flag_of(rank, _PHASES[waiting & 3], turn % _TURNS, source) >> 24 < waiting >> 24
 
     def _tell_in_other_plans(self, mine: Announcement, ranks: Sequence[int]) -> None:
-        """Tell those of these ranks that wait for this one in another plan where this one is."""
+        """Put this rank's announcement into the mail of those ranks that wait for it in another plan."""
         for plan in self._all_plans - {self} if ranks else ():
             for rank in ranks:
                 if rank != self.rank and plan._waits_for(rank, self.rank):
                     waiting, turn = plan._state(rank)
                     plan._put(rank, _PHASES[waiting & 3], turn % _TURNS, mine, waiting)
-                    plan.left = True  # what it said there is of no round of that plan
+                    plan.left = True  # the announcement there belongs to no round of that plan

@@ -1,10 +1,10 @@
-"""The one-sided exchange as Triton kernels: what the CPU ranks do with memory, in the words of a GPU.
+"""The one-sided exchange as Triton kernels: the protocol of `shared_memory`, between GPUs.
 
     numerics   the formats, for a tile of a row
-    flags      publishing, waiting, giving up
+    flags      publish flags, wait for other ranks, give up at the deadline
     push       dispatch: count the rows for each rank, encode them and write them where they go
-    pull       combine: write results where their owners find them, read them, add them up
-    twins      the same in plain torch, which says what the kernels compute
+    pull       combine: write results into this rank's combine region; read those of all ranks, and sum them
+    twins      what the kernels compute, in plain torch
 
 Only what `tokenyard.exchange.one_sided.cuda` is made of imports these modules: Triton is not needed on a CPU.
 """

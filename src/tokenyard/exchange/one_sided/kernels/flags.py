@@ -1,27 +1,27 @@
 """Flags in device memory: publishing that something is written, waiting for the others, and giving up.
 
 The words and their order are those of `tokenyard.exchange.one_sided.signals`; the rounds are counted here, on the
-device, so that a captured graph can be replayed: whoever publishes takes the round from its own control region, and
-leaves it there one larger.
+device, so that a captured graph can be replayed: a kernel that publishes reads the round from its rank's control
+region, and increments it there.
 
 A control region (`ControlLayout`) begins with these 64-bit words:
 
     0 STATE      the flag that this rank waits for now; 0 while it does not wait
     1 VERDICT    bit r: rank r is given up
     2 ROUND      dispatches made          3 COMBINED   combines made
-    4 ARRIVED    blocks of the running dispatch that are done      5 PLACED    the same, of the way back
-    6 LEFT       blocks that have left a small combine
+    4 ARRIVED    blocks of the running dispatch that are done      5 PLACED    blocks that have begun a small combine
+    6 LEFT       blocks that have ended a small combine
     8 STATUS     kind, flag, ranks (bit by bit), nanoseconds: the first thing that went wrong
    16 FLAGS      one word for each turn, phase and source rank
 
-**Order.** Every block ends with a barrier and an atomic add (release, acquire): so the last one has seen what the
-others have written, and its flags (release, at system scope) tell of all of it. Whoever waits reads them by atomics
-that acquire at system scope.
+**Order.** Every block ends with a barrier and an atomic add (release, acquire). So the last block sees what the others
+have written, and the flags that it publishes (release, at system scope) cover all of it. A kernel that waits reads
+flags by atomics that acquire at system scope.
 
-**Giving up.** A wait ends at its deadline, or when somebody's verdict is found. Then the ranks that are missing,
-but for those that themselves wait for somebody missing, are written as the verdict into every rank's control
-region, and into this rank's status: once on the device, where later kernels find it and do not wait again, and once
-in the host's memory, where the host finds it without waiting for the device.
+**Giving up.** A wait ends at its deadline, or when a verdict of another rank is found. Then the kernel writes the
+missing ranks, except those that themselves wait for a missing rank, as the verdict into every rank's control region,
+and into this rank's status. The status is written twice: on the device, where later kernels find it and do not wait
+again, and in the host's memory, where the host finds it without waiting for the device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def words_of(address):
 def flags_of(control, phase, round, WORLD: tl.constexpr, TURNS: tl.constexpr):
     """Where the flags of a phase stand in a control region, or in several.
 
-    Rounds take turns: a rank that failed in one, and has gone on to the next, has not overwritten what it said.
+    Rounds take turns, so that a rank that failed in one and has gone on to the next does not overwrite its flags.
     """
     return control + (FLAGS + ((round % TURNS) * 2 + phase) * WORLD)
 
@@ -71,7 +71,7 @@ def flags_of(control, phase, round, WORLD: tl.constexpr, TURNS: tl.constexpr):
 def report(mine, host, kind, flag, ranks, waited):
     """Write what went wrong, for later kernels and for the host.
 
-    The first report stands; but bad ids, with which a round goes on, make way for what ends it.
+    The first report is kept, except that one of bad ids, with which a round goes on, is replaced by one that ends it.
     """
     none, bad_ids = tl.zeros([], tl.int64), tl.full([], BAD_IDS, tl.int64)
     stood = tl.atomic_cas(mine + STATUS, none, kind.to(tl.int64), sem="relaxed", scope="gpu")
@@ -90,7 +90,7 @@ def report(mine, host, kind, flag, ranks, waited):
 
 @triton.jit
 def publish(peers, rank, flag, phase, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr):
-    """Tell every rank that all which this one has written before is there."""
+    """Publish a flag to every rank: all that this rank has written before is visible to whoever reads it."""
     w = tl.arange(0, WIDE)
     controls = words_of(tl.load(peers + w, mask=w < WORLD, other=0))
     flags = flags_of(controls, phase, flag >> 24, WORLD, TURNS) + rank
@@ -100,7 +100,7 @@ def publish(peers, rank, flag, phase, WORLD: tl.constexpr, WIDE: tl.constexpr, T
 
 @triton.jit
 def rounds_told(mine, phase, round, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr):
-    """The flags that stand here now, and what was written before them with it."""
+    """Read the flags of a phase in this rank's control region; what their ranks wrote before becomes visible."""
     w = tl.arange(0, WIDE)
     flags = flags_of(mine, phase, round, WORLD, TURNS) + w
     return tl.atomic_add(flags, tl.zeros([WIDE], tl.int64), mask=w < WORLD, sem="acquire", scope="sys")
@@ -108,7 +108,7 @@ def rounds_told(mine, phase, round, WORLD: tl.constexpr, WIDE: tl.constexpr, TUR
 
 @triton.jit
 def behind(told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
-    """Bit by bit, the ranks whose flags have not come to the round of a flag."""
+    """The ranks whose flags have not reached the round of `flag`, as a bit mask."""
     w = tl.arange(0, WIDE)
     bit = tl.full([WIDE], 1, tl.int64) << w.to(tl.int64)
     return tl.sum(tl.where(((told >> 24) < (flag >> 24)) & (w < WORLD), bit, 0), 0)
@@ -163,7 +163,7 @@ def check(mine, host, told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
 def give_up(
     mine, peers, host, flag, missing, waited, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr
 ):
-    """Decide who of the missing ranks is lost, and tell every rank; or take the verdict that stands."""
+    """Decide which missing ranks are lost, and write the verdict to every rank; or take one that is there already."""
     w = tl.arange(0, WIDE)
     excused = missing & 0
     for other in range(WORLD):
@@ -192,11 +192,11 @@ def meet_others(
 ):  # fmt: skip
     """Publish that this rank has done its part of a phase, and wait for the others.
 
-    `fails`: 1, that it failed; 2, that it failed if its ids were bad; else 0.
+    `fails`: 0; or 1 to publish that it failed; or 2 to do so only if it has reported bad ids.
     """
     status = tl.load(mine + STATUS)
     round = tl.load(mine + ROUND + phase) + 1
-    if status < FAILED:  # else nobody meets any more in this round
+    if status < FAILED:  # else the round has failed, and no rank publishes any more in it
         tl.store(mine + ROUND + phase, round)
         says = (fails & 1) | ((fails >> 1) & (status == BAD_IDS).to(tl.int64))
         flag = (round << 24) | (layer << 2) | (phase + 2 * says)
@@ -210,7 +210,7 @@ def signal_and_wait(
     peers, host, first_rank, layer, phase, fails, deadline,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One block per rank, behind the kernels that did the work."""
+    """Publish and wait (`meet_others`) with one block per rank, behind the kernels that did the work."""
     if layer < 0:  # a rehearsal
         return
     rank = first_rank + tl.program_id(0)
@@ -219,5 +219,5 @@ def signal_and_wait(
         gdc_wait()
     meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)
     if EARLY:
-        # Not before: blocks of the next kernel would take all of a GPU that another rank shares, and waits for.
+        # Only now: blocks of the next kernel could fill a GPU that another rank shares, which is waited for here.
         gdc_launch_dependents()

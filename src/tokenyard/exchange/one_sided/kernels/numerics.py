@@ -1,13 +1,13 @@
 """The formats inside a kernel: a tile of one row in, codes and scales out, and back.
 
-Each function here says in Triton what `tokenyard.formats` says in torch, to the bit. What differs is only how:
+Each function computes in Triton, bit for bit, what `tokenyard.formats` computes in torch, but in another way:
 
 - Nothing is divided per element. `x / step` is `q − (q · step − x) · r`, where r is the rounded reciprocal of the
   step and q is x · r: with fused multiply-adds that is the rounded quotient itself (Markstein), for three
-  operations. For e2m1 two do: x · r + x · r', where r' is what r lacks.
+  operations. For e2m1 two suffice: x · r + x · r', where r' is the error of r.
 - e2m1 has steps of a half up to 2, of one up to 4, of two up to 6. So the code of |v| is the smallest of the three
-  lines 2|v|, |v| + 2 and |v|/2 + 4, rounded; adding 2^23 rounds, nearest and ties to even, and leaves the code in
-  the last bits. Eight codes are packed by one sum of products.
+  lines 2|v|, |v| + 2 and |v|/2 + 4, rounded; adding 2^23 rounds to nearest, ties to even, and leaves the code in the
+  last bits. Eight codes are packed by one sum of products.
 - The E8M0 byte of a block of bf16 or fp16 numbers is read off the bits of its amax: 448 is 1.75 · 2^8, so the scale
   moves on where the mantissa passes 0.75. (float32 rows can hit the rounding of amax / 448 among the subnormal
   numbers, and divide.)
@@ -23,7 +23,7 @@ import triton.language as tl
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
-# Global scales between which a quotient's remainder cannot fall among the subnormal numbers.
+# Between these global scales, the remainder of a quotient cannot be a subnormal number.
 SMALLEST_EASY_SCALE = tl.constexpr(2.0**-60)
 LARGEST_EASY_SCALE = tl.constexpr(2.0**60)
 
@@ -36,7 +36,7 @@ def larger_or_nan(a, b):
 
 @triton.jit
 def cast_within(values, KIND: tl.constexpr):
-    """Numbers in a narrower type: what is beyond its range saturates, NaN stays NaN. Their own type leaves them be."""
+    """Cast numbers to a type: those beyond its range saturate, NaN stays NaN; no change if they have that type."""
     if values.dtype == KIND:
         return values
     if tl.float32 == KIND:
@@ -102,9 +102,9 @@ def encode_fp8_block(values, WIDTH: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     reciprocal = tl.broadcast_to(tl.div_rn(1.0, scales)[:, None], [WIDTH // 128, 128])
     finite = tl.minimum(tl.maximum(blocks, -FLOAT32_MAX), FLOAT32_MAX)
     exact = quotient(finite, divisor, reciprocal)
-    if POWER_OF_TWO:  # the largest number stays below 448 then, where Inf belongs
+    if POWER_OF_TWO:  # the largest finite number may stay below 448, but Inf must become 448
         exact = tl.where(finite == blocks, exact, blocks)
-    # In one spelling: the sign of a NaN that was divided differs between devices.
+    # One bit pattern for all NaNs: the sign of a NaN that was divided differs between devices.
     codes = tl.where(is_nan[:, None], float("nan"), exact).to(tl.float8e4nv)
     return tl.reshape(codes, [WIDTH]), scales
 
@@ -164,7 +164,7 @@ def encode_nvfp4(values, g, WIDTH: tl.constexpr, EASY: tl.constexpr):
         lift = tl.where(g > LARGEST_EASY_SCALE, 2.0**96, tl.where(g < SMALLEST_EASY_SCALE, 2.0**-96, 1.0))
         blocks *= lift
         step *= lift
-    # One over the step, and what that lacks: their two products with a number, added with one rounding, are a quotient.
+    # The rounded 1 / step, and its error: the sum of their products with a number, rounded once, is the quotient.
     near = tl.where(is_used, 1.0 / step, 0.0)
     rest = tl.fma(step, near, -1.0) * -near
     size = tl.abs(tl.fma(blocks, tl.broadcast_to(near[:, None], [WIDTH // 16, 16]), blocks * rest[:, None]))

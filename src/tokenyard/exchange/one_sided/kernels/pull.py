@@ -1,14 +1,14 @@
-"""Combine: results are written where their owners find them; the owners read them and add them up.
+"""Combine: a rank writes results into its combine region, and the ranks that own the tokens read and sum them.
 
 `place` writes (and encodes) this rank's results into its combine region, unless the experts have done so
 themselves; `flags.signal_and_wait` publishes that they are there, and waits until all others are. `pull` reads one
 row per (token, rank), or per choice of a token, adds in float32, in the order of ranks (or choices), from zero, adds
-what the caller adds, and rounds once. In a small batch whose results are in place `pull` meets the others itself
-(`MEETS`): every block waits then, so all blocks of all ranks on a GPU must fit on it together.
+the caller's terms, and rounds once. In a small batch whose results are in place `pull` publishes and waits for the
+other ranks itself (`MEETS`): every block waits then, so all blocks of all ranks on a GPU must fit on it together.
 
-Where something is computed meanwhile that will be added, few blocks (`LIMITED`) begin: they write sums in float32 until
-it has `ended`, and say how far they came. Then nothing is left beside which the rest would be in the way: a second
-launch with all blocks adds the terms to the sums that are there, and makes the others.
+If multiprocessors are limited (`sms`) and a term is still computed, a launch with few blocks (`LIMITED`) begins: it
+writes sums in float32 until that computation has `ended`, and notes how many tiles each block has summed. From then on
+the GPU is free, and a second launch with all blocks adds the terms to these sums, and makes the remaining ones.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from tokenyard.exchange.one_sided.kernels.push import (
 
 
 class Begun(NamedTuple):
-    """The sums of a launch with few blocks, which another one goes on with."""
+    """The sums that a launch with few blocks has made, and from which a second launch goes on."""
 
-    totals: Any  # in float32
-    tiles: Any  # that each block of it has summed
+    totals: Any  # the sums, in float32
+    tiles: Any  # how many tiles each block has summed
 
 
 @triton.jit(
@@ -76,7 +76,7 @@ def place(
     `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included. Where a
     row has a result for each of its choices, `given` says where each goes; else it is None.
     """
-    if rows <= 0:  # a rehearsal, or nothing came
+    if rows <= 0:  # a rehearsal, or no row was received
         return
     places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
     local = tl.program_id(0) // blocks
@@ -97,7 +97,7 @@ def place_result(
     results, given, base, result, max_tokens, dense, places, global_scale,
     ROW: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write one result where its owner finds it."""
+    """Write one result into its slot of the combine region, if it belongs to a row."""
     w = tl.arange(0, WIDE)
     counts = (base + places.counts).to(tl.pointer_type(tl.int32))
     count = tl.load(counts + 2 * w, mask=w < WORLD, other=0)
@@ -127,14 +127,14 @@ def place_nvfp4(row, base, slot, g, places, ROW: tl.constexpr):
     h = tl.arange(0, TILE)
     values = tl.load(row + h, mask=h < ROW.hidden, other=0)
     ANY_SCALE: tl.constexpr = ROW.option == 0
-    if ANY_SCALE:  # one global scale for each row: of all of the row, before any of it is encoded
+    if ANY_SCALE:  # one global scale for each row, from all of it, before any of it is encoded
         amax = finite_amax(values.to(tl.float32), TILE)
         for c in tl.static_range(TILE, PADDED, TILE):
             more = tl.load(row + c + h, mask=c + h < ROW.hidden, other=0)
             amax = tl.maximum(amax, finite_amax(more.to(tl.float32), TILE))
         g = row_global_scale(amax)
     if ANY_SCALE and not is_easy(g):
-        # Rare: in a few steps that need no more registers than the usual way does.
+        # Rare: encoded in smaller tiles, so that it needs no more registers than the usual way.
         STEP: tl.constexpr = min(TILE, 1024)
         for first in range(0, PADDED, STEP):
             s = first + tl.arange(0, STEP)
@@ -221,7 +221,7 @@ def pull(
         gdc_wait()
     status = tl.load(mine + STATUS)
     if MEETS:
-        # `placed` counts the blocks that came, `left` those that are done: the last of them cleans up for the next.
+        # `placed` counts blocks that have begun, `left` those that are done: the last of these resets both.
         placed = (mine + PLACED).to(tl.pointer_type(tl.int32))
         left = (mine + LEFT).to(tl.pointer_type(tl.int32))
         round = tl.load(mine + COMBINED) + 1
@@ -236,7 +236,7 @@ def pull(
         stops, summed = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for number in range(block, tl.cdiv(tokens, ROW.rows) * ROW.parts, blocks_per_rank):
             if stops == 0:
-                if ended is not None:  # on its way while a tile is summed
+                if ended is not None:  # loaded while a tile is summed
                     stops = tl.load(ended, volatile=True)
                 if ROW.rows > 1:
                     pull_tiles(
@@ -259,7 +259,7 @@ def pull(
     if MEETS:
         tl.debug_barrier()
         if tl.atomic_add(left, 1, sem="acq_rel", scope="gpu") == blocks_per_rank - 1:
-            # None came if the round had failed before: then it was not published, and does not count.
+            # If the round had failed before, no block counted in `placed`: nothing was published, and the round stays.
             tl.store(mine + COMBINED, tl.where(tl.load(placed) > 0, round, round - 1))
             tl.store(placed, 0)
             tl.store(left, 0)
@@ -270,7 +270,7 @@ def pull_tile(
     out, term, other_term, slots, owners, peers, begun, blocks_before, number, local, rank, status, tokens, max_tokens,
     terms, places, global_scale, ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of the sum of one token. What has been summed before is not summed again."""
+    """Write one tile of the sum of one token; a tile that `begun` holds is not summed again."""
     HIDDEN: tl.constexpr = ROW.hidden
     PARTS: tl.constexpr = ROW.parts
     token = local.to(tl.int64) * tokens + number // PARTS
@@ -291,7 +291,7 @@ def pull_tile(
                 slots, owners, peers, number % PARTS, token, rank, max_tokens, places, global_scale, ROW, WORLD,
                 CHOICES,
             )  # fmt: skip
-    # Where a round failed, nobody shall take what comes out for a result.
+    # If the round failed, write NaN, so that the output is not taken for a result.
     total = tl.where(status < FAILED, total, float("nan"))
     if terms >= 1:
         total += tl.load(term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
@@ -345,7 +345,7 @@ def pull_tiles(
     out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
     places, ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of the sums of some tokens, whose results travel as they are or cast; else as `pull_tile`."""
+    """Write one tile of the sums of some tokens, whose combine wire is a plain dtype; else like `pull_tile`."""
     HIDDEN: tl.constexpr = ROW.hidden
     PADDED: tl.constexpr = ROW.padded
     TILE: tl.constexpr = ROW.tile

@@ -1,23 +1,23 @@
 """Dispatch: each row is read once, encoded once, and written to every rank that owns one of its experts.
 
-Where a row goes follows from its place: the i-th token that rank r sends to rank w lies in slot `r · max_tokens +
-i` of w's dispatch region. Nothing is decided by who comes first, so places are the same in every run. They are
-found by counting the earlier tokens that go to the same rank:
+The slot of a row follows from its position: the i-th token that rank r sends to rank w lies in slot `r · max_tokens +
+i` of w's dispatch region. Slots do not depend on timing, so they are the same in every run. They are found by
+counting the earlier tokens that go to the same rank:
 
 - `assign` takes a chunk of tokens a block. It counts, tells the later chunks, waits for the counts of the earlier
   ones (blocks with smaller numbers, which a GPU starts first), and writes its tokens' slots and routes. Further
-  blocks wait for all counts, and write what stands in slots without rows.
-- `push` takes a row a block, or a part of it: reads it, encodes it, and writes it to its ranks.
-  `flags.signal_and_wait` comes behind.
-- In a short batch `push` does all of it (`WHOLE`): every block counts for its own token, further blocks write what
-  else there is to write, and the block that ends last meets the other ranks. In a long one that would cost every
-  block the time in which its stores arrive.
+  blocks wait for all counts, and write -1 into the ids of slots without rows.
+- A block of `push` takes a row, or a part of one: it reads the row, encodes it, and writes it to its ranks.
+  `flags.signal_and_wait` is launched behind.
+- In a short batch `push` does all of this (`WHOLE`): every block counts for its own token, further blocks write counts
+  and the ids of empty slots, and the block that ends last publishes and waits for the other ranks. In a long batch
+  every block would have to wait for its stores to arrive.
 
 Routes are written as the receiver needs them: the ids of its own experts, -1 for all others, and -1 into every slot
 that gets no row.
 
-Kernels are launched before their predecessors have ended (`EARLY`): they wait for these themselves, `push` with the
-row already on its way.
+Kernels are launched before their predecessors have ended (`EARLY`), and wait for these themselves; `push` starts to
+load its row before it waits.
 
 Several ranks of one process may share a launch; their batches stand one behind the other.
 """
@@ -51,9 +51,9 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
 
 # Ranks that a block serves at a time: more would not fit its registers.
 RANKS_AT_ONCE = tl.constexpr(8)
-# Tokens whose ids are looked at together, and slots that are blanked together.
+# Tokens whose ids a block reads together, and slots whose ids it sets to -1 together.
 CHUNK = tl.constexpr(64)
-# Where the table of experts has the rank of an expert; below it stands the expert's number there.
+# An entry of the table of experts holds the rank above these bits, and the expert's local number in them.
 RANK_BITS = tl.constexpr(16)
 LOCAL_BITS = tl.constexpr(0xFFFF)
 
@@ -65,7 +65,7 @@ FP8_BLOCK = tl.constexpr(4)
 
 
 class Batch(NamedTuple):
-    """The routes of a batch: choices, where experts live, and what is found of both."""
+    """The routes of a batch: ids and weights, the tables of experts, and the slots that are computed from them."""
 
     ids: Any
     weights: Any
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What differs between batches. Kernels take it number by number: for some in a tuple Triton compiles anew."""
+    """The numbers that differ between batches. Passed one by one: in a tuple, Triton compiles anew for some."""
 
     tokens: Any  # below zero for a rehearsal
     max_tokens: Any
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where payloads begin, in bytes of a workspace."""
+    """The offsets of payloads in a workspace, in bytes."""
 
     data: Any
     scales: Any
@@ -96,7 +96,7 @@ class Places(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What kernels are compiled for: choices of a token, and ranks. Widths are powers of two."""
+    """Constants of a layer that kernels are compiled for. `k_wide` and `wide` are top-k and ranks as powers of two."""
 
     top_k: int
     k_wide: int
@@ -116,8 +116,8 @@ class Row(NamedTuple):
     option: int
     tile: int
     parts: int  # blocks that share a row
-    rows: int  # rows that a block moves at a time, where a rank has few blocks
-    stages: int  # how many such moves are on their way at a time
+    rows: int  # rows that a block moves at a time, more than one if a rank has few blocks
+    stages: int  # pipeline stages: how many of these reads are in flight
     streams: bool  # whether more is written than a cache holds
 
 
@@ -129,7 +129,7 @@ def aligned(address, KIND: tl.constexpr):
 
 @triton.jit
 def either(a, b):
-    """Bits that one of two has."""
+    """Bitwise or, for a reduction."""
     return a | b
 
 
@@ -169,7 +169,7 @@ def going(entry, first, LAYER: tl.constexpr):
 
 @triton.jit
 def sum_before(counts, chunk, round, first, LAYER: tl.constexpr):
-    """The tokens of all earlier chunks that go to some ranks, as soon as these chunks have told their counts."""
+    """Wait for the counts of all earlier chunks; return how many of their tokens go to each rank from `first` on."""
     AT_ONCE: tl.constexpr = LAYER.at_once
     w = tl.arange(0, AT_ONCE)
     before = tl.zeros([AT_ONCE], tl.int32)
@@ -177,7 +177,7 @@ def sum_before(counts, chunk, round, first, LAYER: tl.constexpr):
         row = c + tl.arange(0, CHUNK)
         there = (row < chunk)[:, None] & ((first + w) < LAYER.world)[None, :]
         at = counts + row[:, None] * LAYER.world + (first + w)[None, :]
-        # A count carries its round above it: an old one is not taken for this one.
+        # The upper 32 bits of a count hold its round, so that an old count is not taken for a new one.
         oldest = round - 1
         while oldest < round:
             told = tl.load(at, mask=there, other=0, volatile=True) >> 32
@@ -188,7 +188,7 @@ def sum_before(counts, chunk, round, first, LAYER: tl.constexpr):
 
 @triton.jit
 def write_routes(bases, slot, goes, here, entry, weight, places, LAYER: tl.constexpr):
-    """Write a token's routes into its slot on each of some ranks: `here` is where its choices live, among these."""
+    """Write a token's routes into its slot on each of some ranks; `here`: which of these owns each choice."""
     w = tl.arange(0, bases.shape[0])
     choice = tl.arange(0, LAYER.k_wide)
     lives = here[None, :] == w[:, None]
@@ -205,7 +205,7 @@ def write_routes(bases, slot, goes, here, entry, weight, places, LAYER: tl.const
 
 @triton.jit
 def blank(bases, is_rank, begin, end, start, window, places, LAYER: tl.constexpr):
-    """Write -1 into those slots of a chunk from `start` on that lie between `begin`, for each rank, and `end`."""
+    """Write ids of -1 into the slots of a chunk, from `start` on, that lie between each rank's `begin` and `end`."""
     K_WIDE: tl.constexpr = LAYER.k_wide
     slot = start + tl.arange(0, CHUNK)
     choice = tl.arange(0, K_WIDE)
@@ -226,7 +226,7 @@ def tell_counts(bases, is_rank, sent, rank, max_tokens, places):
 
 @triton.jit
 def report_bad_ids(mine, host, chosen, token, num_experts):
-    """Tell of an id that no expert has. It goes nowhere."""
+    """Report an id that no expert has. The choice goes to no rank."""
     bad = (chosen >= num_experts) | (chosen < -1)
     if tl.max(bad.to(tl.int32), 0) > 0:
         worst = tl.max(tl.where(bad, chosen, -(2**31)), 0).to(tl.int64)
@@ -236,7 +236,7 @@ def report_bad_ids(mine, host, chosen, token, num_experts):
 
 @triton.jit
 def count_choices(choice_counts, chosen, num_experts):
-    """Count the choices of each expert behind those of nobody; None: they are not counted."""
+    """Add 1 at index 1 + e for each choice of expert e; if `choice_counts` is None, count nothing."""
     if choice_counts is not None:
         tl.atomic_add(
             choice_counts + 1 + chosen, 1, mask=(chosen >= 0) & (chosen < num_experts), sem="relaxed"
@@ -264,9 +264,9 @@ def assign(
     data_at, scales_at, global_at, ids_at, weights_at, counts_at, chunks, others, most_chunks,
     LAYER: tl.constexpr, EARLY: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Find the slots of a batch, and write all but its rows: of a chunk of tokens, or of slots without rows, a block.
+    """Find the slots of a batch, and write its slots, routes and counts, and the ids of slots without rows.
 
-    A rank has `blocks`, one for each of `chunks` and `others`, or fewer (`LIMITED`).
+    A block takes a chunk of tokens, or one of slots: a rank has `chunks + others` blocks, or fewer (`LIMITED`).
     """
     if tokens < 0:  # a rehearsal: the kernel is loaded before any other waits
         return
@@ -280,7 +280,7 @@ def assign(
     own = of_rank(batch, local, sizes.tokens, LAYER)
     counts += local * most_chunks * LAYER.world
     rank = sizes.first_rank + local
-    # Each waits for those with smaller numbers only; of fewer blocks, the last one blanks.
+    # A chunk waits only for chunks with smaller numbers. If blocks are limited, the last one blanks all empty slots.
     if LIMITED:
         for chunk in range(block, chunks, sizes.blocks):
             assign_chunk(own, counts, choice_counts, peers, host, sizes, places, chunk, rank, LAYER)
@@ -295,7 +295,7 @@ def assign(
 
 @triton.jit
 def blank_chunk(counts, peers, sizes, places, nth, chunks, rank, LAYER: tl.constexpr):
-    """Write -1 into those slots of a chunk that get no rows, as soon as all chunks of tokens have told their counts."""
+    """Wait for the counts of all chunks of tokens; write ids of -1 into the slots of a chunk that get no rows."""
     WORLD: tl.constexpr = LAYER.world
     AT_ONCE: tl.constexpr = LAYER.at_once
     round = tl.load(words_of(tl.load(peers + rank)) + ROUND) + 1
@@ -367,9 +367,9 @@ def push(
     LAYER: tl.constexpr, ROW: tl.constexpr, TURNS: tl.constexpr, WHOLE: tl.constexpr, WAITS: tl.constexpr,
     EARLY: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a batch to their ranks. With `WHOLE` write all else, too, and meet the other ranks.
+    """Write the rows of a batch to their ranks. With `WHOLE`, do all of the dispatch, and wait for the other ranks.
 
-    A rank has a block for each part of a row and for each of the other things; or fewer (`LIMITED`).
+    A rank has a block for each part of a row and each chunk of slots to blank (`others`), or fewer (`LIMITED`).
     """
     if tokens < 0:  # a rehearsal
         return
@@ -409,7 +409,7 @@ def push(
 
 @triton.jit
 def push_rows(x, slots, peers, block, sizes, window, places, LAYER: tl.constexpr, ROW: tl.constexpr):
-    """Write a block's share of the rows, as they are or cast, some at a time, with the next ones on their way."""
+    """Write a block's share of the rows, copied or cast, several at a time, while the next ones are loaded."""
     WORLD: tl.constexpr = LAYER.world
     HIDDEN: tl.constexpr = ROW.hidden
     PADDED: tl.constexpr = ROW.padded
@@ -448,7 +448,7 @@ def push_item(
     x, batch, choice_counts, peers, host, sizes, places, item, row_parts, rank, global_scale,
     LAYER: tl.constexpr, ROW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write a part of a row; behind the last one, with `WHOLE`, the counts, and what stands in slots without rows."""
+    """Write a part of a row; for items behind the last one, with `WHOLE`, write counts and ids of empty slots."""
     WORLD: tl.constexpr = LAYER.world
     AT_ONCE: tl.constexpr = LAYER.at_once
     HIDDEN: tl.constexpr = ROW.hidden
@@ -465,7 +465,7 @@ def push_item(
         SHARE: tl.constexpr = (PADDED + ROW.parts - 1) // ROW.parts
         begin = part * SHARE
         h = tl.arange(0, TILE)
-        # The row is on its way while its places are found.
+        # The row is loaded while its slots are found.
         values = tl.load(row + begin + h, mask=begin + h < HIDDEN, other=0)
         if WHOLE:
             assign_one(batch, choice_counts, peers, host, sizes, places, token, part, rank, LAYER)
@@ -473,7 +473,7 @@ def push_item(
             gdc_wait()
         g = global_scale
         ANY_SCALE: tl.constexpr = (ROW.format == NVFP4) & (ROW.option == 0)
-        if ANY_SCALE:  # one for each row: of all of the row, before any of it is encoded
+        if ANY_SCALE:  # one global scale for each row, from all of it, before any of it is encoded
             amax = finite_amax(values.to(tl.float32), TILE)
             for c in tl.static_range(TILE, PADDED, TILE):
                 more = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
@@ -481,7 +481,7 @@ def push_item(
             g = row_global_scale(amax)
         to = batch.slots + token * WORLD
         if ANY_SCALE and not is_easy(g):
-            # Rare: in a few steps that need no more registers than the usual way does.
+            # Rare: encoded in smaller tiles, so that it needs no more registers than the usual way.
             STEP: tl.constexpr = min(TILE, 1024)
             for first in range(0, SHARE, STEP):
                 s = first + tl.arange(0, STEP)
@@ -491,7 +491,7 @@ def push_item(
             EASY: tl.constexpr = ANY_SCALE or ROW.option == 2
             for c in tl.static_range(0, SHARE, TILE):
                 now = values
-                if c + TILE < SHARE:  # the next tile is on its way while this one is written
+                if c + TILE < SHARE:  # the next tile is loaded while this one is written
                     values = tl.load(row + begin + c + TILE + h, mask=begin + c + TILE + h < HIDDEN, other=0)
                 push_tile(now, g, to, peers, window, begin + c, begin + SHARE, places, LAYER, ROW, TILE, EASY)
     elif WHOLE:
@@ -508,7 +508,7 @@ def push_item(
 
 @triton.jit
 def assign_one(batch, choice_counts, peers, host, sizes, places, token, part, rank, LAYER: tl.constexpr):
-    """Find the slots of one token, and write its routes. Every block of the token does so, and reads them back."""
+    """Find the slots of one token in every block of it, which reads them back; its first block writes the routes."""
     WORLD: tl.constexpr = LAYER.world
     AT_ONCE: tl.constexpr = LAYER.at_once
     K_WIDE: tl.constexpr = LAYER.k_wide

@@ -27,7 +27,7 @@ class SentBatch:
 
 
 def slots_twin(spec: ExchangeSpec, ids_TK: Tensor, rank: int) -> Tensor:
-    """What `assign` finds: the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
+    """What `assign` computes: the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
     rank_TK, _ = spec.placement.resolve(_known(spec, ids_TK), rank)
     world = torch.arange(spec.placement.world, device=ids_TK.device)
     goes_TW = (rank_TK.unsqueeze(2) == world).any(dim=1)
@@ -131,5 +131,5 @@ def _pull_choices_twin(
 
 
 def _known(spec: ExchangeSpec, ids_TK: Tensor) -> Tensor:
-    """Ids that no expert has go nowhere."""
+    """The ids, with -1 in place of those that no expert has, because such choices go nowhere."""
     return torch.where((ids_TK >= 0) & (ids_TK < spec.num_experts), ids_TK, -1)
