@@ -32,8 +32,11 @@ def agree(ids_RK: torch.Tensor, experts: int, tile: int) -> None:
     order_N, tiles = twins.sort_pairs(ids_RK, experts, tile)
     how_many = int(found.how_many)
     assert how_many == len(tiles) <= found.max_tiles
-    by_field = found.tiles[: 5 * found.max_tiles].view(5, found.max_tiles)
-    assert by_field[:, :how_many].T.tolist() == tiles.tolist()
+    *by_field, done = found.tiles[: 6 * found.max_tiles].view(6, found.max_tiles)[:, :how_many]
+    assert torch.stack(by_field).T.tolist() == tiles.tolist()
+    # Products count from zero: what is done of each tile, and the items that blocks have taken.
+    assert done.tolist() == [0] * how_many
+    assert found.tiles[6 * found.max_tiles :].tolist() == [how_many, 0, 0]
     assert found.order_N[: len(order_N)].tolist() == order_N.tolist()
 
 
