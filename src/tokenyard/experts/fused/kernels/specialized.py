@@ -20,7 +20,7 @@ products. (Loading codes into registers, without the fence, took 3% more time on
 
 Measured on one H200, warm: with items in turn, and from a counter, V4-Pro's experts with 1,024 tokens a rank took 1,333
 and 1,269 µs, with 8,192 tokens 7,550 and 6,970; V3's 1,020 and 962, 6,550 and 6,250. With a launch for each product,
-and one for both, V4-Flash's with 8 tokens took 156 and 153 µs (fp8), 290 and 284 (bf16).
+and one for both, V4-Flash's with 8 tokens took 156 and 153 µs (fp8), 290 and 284 (bf16), on two GPUs.
 
 Arguments are grouped as in `kernels.arguments`; matrices come by TMA alone.
 """
