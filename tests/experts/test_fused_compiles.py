@@ -92,7 +92,7 @@ def plain_kernels():
             arguments.Rows("*u8", "*fp8e4nv", "*fp32", "*i64", "i32", "i32", "i32"),
             arguments.Weights("*u8", "*fp8e4nv", "*fp32", "*fp32", "*bf16"), first)
     compiled(fp8_split.round_numbers, dict(
-        inner_scales=None, I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
+        inner_scales=None, I=264, ROWS=1, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, ROWS=16,
         EARLY=True), 4)
@@ -116,7 +116,7 @@ def kernels_of_row_blocks():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
     for hidden_size, columns, slots in ((264, 512, True), (2880, 1024, False), (7168, 1024, True)):
         compiled(row_blocks.recode_rows, dict(
-            H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
+            H=hidden_size, HAS_SLOTS=slots, ROWS=1 if slots else 4, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
         compiled(row_blocks.decode_rows, dict(
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds | dict(numbers="*bf16"))
 
@@ -199,8 +199,8 @@ def packed_codes_kernel(first, runs, activation=0):
 
 def kernels_of_packed_codes():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
-    compiled(row_blocks.place_rows, dict(H=264, TOP_K=4, HAS_SLOTS=True, COLUMNS=512, EARLY=True), 4, kinds=kinds)
-    compiled(fp8_split.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(
+    compiled(row_blocks.place_rows, dict(H=264, TOP_K=4, HAS_SLOTS=True, ROWS=4, COLUMNS=512, EARLY=True), 4, kinds=kinds)
+    compiled(fp8_split.round_numbers, dict(I=264, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(
         numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
     packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
     packed_codes_kernel(False, 1)

@@ -19,6 +19,12 @@ pytestmark = only_without_gpu
 install()
 
 
+@pytest.fixture(autouse=True, params=[1, 4], ids=["one row at a time", "four"])
+def at_a_time(request, monkeypatch):
+    """The rows that a block recodes at a time: one in short batches, four in long ones."""
+    monkeypatch.setattr(launch, "rows_at_a_time", lambda rows: request.param)
+
+
 def recoded(
     rows: EncodedRows, slots_R: torch.Tensor | None = None, num_rows: int | None = None
 ) -> EncodedRows:

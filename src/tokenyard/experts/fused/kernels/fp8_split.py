@@ -98,7 +98,7 @@ def store_inner(
 @triton.jit(do_not_specialize=["how_many", "max_tiles", "num_places"])
 def round_numbers(
     numbers, inner, inner_scales, tiles, how_many, max_tiles, num_places,
-    I: tl.constexpr, COLUMNS: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
+    I: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Round the numbers between the products to the values of their codes, and store them in `inner`.
 
@@ -109,20 +109,26 @@ def round_numbers(
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = (I + 127) // 128
-    for item in range(tl.program_id(0), places_of(tiles, how_many, max_tiles) * ACROSS, tl.num_programs(0)):
-        column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
-        where = (tl.zeros([], tl.int64) + item // ACROSS) * I + column
-        value = tl.load(numbers + where, mask=column < I, other=0.0)
-        code, scale = quantize(tl.reshape(value, [COLUMNS // 128, 128]), 1, POWERS)
+    places = places_of(tiles, how_many, max_tiles)
+    for item in range(tl.program_id(0), tl.cdiv(places, ROWS) * ACROSS, tl.num_programs(0)):
+        place = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        there = (place < places) & (column < I)
+        value = tl.load(numbers + place * I + column, mask=there, other=0.0)
+        code, scale = quantize(tl.reshape(value, [ROWS * COLUMNS // 128, 128]), 1, POWERS)
         if inner_scales is None:
-            value = tl.reshape(code.to(tl.float32) * scale[:, None], [COLUMNS])
-            tl.store(inner + where, value.to(inner.dtype.element_ty), mask=column < I)
+            value = tl.reshape(code.to(tl.float32) * scale[:, None], [ROWS, COLUMNS])
+            tl.store(inner + place * I + column, value.to(inner.dtype.element_ty), mask=there)
         else:
-            place = tl.zeros([], tl.int64) + item // ACROSS
-            code = permute_inputs(tl.reshape(code, [COLUMNS]), COLUMNS)
-            tl.store(inner + place * (128 * BLOCKS) + column, code, mask=column < 128 * BLOCKS)
-            block = item % ACROSS * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
-            tl.store(inner_scales + block * num_places + place, scale, mask=block < BLOCKS)
+            code = permute_inputs(tl.reshape(code, [ROWS, COLUMNS]))
+            tl.store(
+                inner + place * (128 * BLOCKS) + column, code, mask=(place < places) & (column < 128 * BLOCKS)
+            )
+            block = item % ACROSS * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
+            scale = tl.reshape(scale, [ROWS, COLUMNS // 128])
+            tl.store(
+                inner_scales + block * num_places + place, scale, mask=(place < places) & (block < BLOCKS)
+            )
 
 
 @triton.jit

@@ -28,21 +28,28 @@ def without_sign(number):
 
 
 @triton.jit
-def permute_inputs(codes, COLUMNS: tl.constexpr):
-    """Codes of whole blocks in the order of `packing.code_order`."""
-    return tl.reshape(tl.permute(tl.reshape(codes, [COLUMNS // 16, 2, 8]), [0, 2, 1]), [COLUMNS])
+def permute_inputs(codes):
+    """Codes `[rows, columns]` of whole blocks in the order of `packing.code_order`."""
+    ROWS: tl.constexpr = codes.shape[0]
+    COLUMNS: tl.constexpr = codes.shape[1]
+    by_sixteen = tl.reshape(codes, [ROWS * COLUMNS // 16, 2, 8])
+    return tl.reshape(tl.permute(by_sixteen, [0, 2, 1]), [ROWS, COLUMNS])
 
 
 @triton.jit
-def recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H: tl.constexpr, COLUMNS: tl.constexpr):
-    """Recode a part of one row: returns codes of fp8_block128, and the scales of its blocks."""
+def recode_part(
+    x, x_scales, line, is_line, part, x_stride, x_scale_stride, H: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Recode a part of some rows: returns codes of fp8_block128 `[rows, COLUMNS]`, and the scales of their blocks."""
+    ROWS: tl.constexpr = line.shape[0]
     BLOCKS: tl.constexpr = COLUMNS // 128
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
-    span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
-    code = tl.load(x + line * x_stride + column, mask=column < H, other=0.0)
-    byte = tl.load(x_scales + line * x_scale_stride + span, mask=span * 32 < H, other=0)
-    value = tl.reshape(code.to(tl.float32), [BLOCKS, 4, 32])
-    byte = tl.reshape(byte.to(tl.int32), [BLOCKS, 4])
+    column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)[None, :]
+    line, is_line = line[:, None], is_line[:, None]
+    code = tl.load(x + line * x_stride + column, mask=is_line & (column < H), other=0.0)
+    byte = tl.load(x_scales + line * x_scale_stride + span, mask=is_line & (span * 32 < H), other=0)
+    value = tl.reshape(code.to(tl.float32), [ROWS * BLOCKS, 4, 32])
+    byte = tl.reshape(byte.to(tl.int32), [ROWS * BLOCKS, 4])
     largest = tl.max(without_sign(value), axis=2)
     block_byte = tl.max(tl.where(largest > 0, byte, 0), axis=1)
     decoded = largest.to(tl.float32, bitcast=True) * e8m0_to_float32(byte)
@@ -51,30 +58,32 @@ def recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H: tl.constex
     smaller = ((127 - halvings) << 23).to(tl.float32, bitcast=True)
     recoded = (value * tl.expand_dims(smaller, 2)).to(tl.float8e4nv)
     scale = tl.where(is_finite, e8m0_to_float32(block_byte), float("nan"))
-    return tl.reshape(recoded, [COLUMNS]), scale
+    return tl.reshape(recoded, [ROWS, COLUMNS]), tl.reshape(scale, [ROWS, BLOCKS])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def recode_rows(
     x, x_scales, slots_R, blocks, block_scales, num_rows, x_stride, x_scale_stride,
-    H: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Recode rows into contiguous ones, padded to whole blocks; each thread block loops over parts of rows."""
+    """Recode rows into contiguous ones, padded to whole blocks; each thread block loops over parts of ROWS rows."""
     if EARLY:
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     WIDTH: tl.constexpr = (H + 127) // 128 * 128
-    for item in range(tl.program_id(0), num_rows * ACROSS, tl.num_programs(0)):
-        row = tl.zeros([], tl.int64) + item // ACROSS
+    for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * ACROSS, tl.num_programs(0)):
+        row = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row < num_rows
         part = item % ACROSS
         line = row
         if HAS_SLOTS:
-            line = tl.load(slots_R + row).to(tl.int64)
-        code, scale = recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H, COLUMNS)
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(blocks + row * WIDTH + column, code, mask=column < WIDTH)
-        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
-        tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=block < WIDTH // 128)
+            line = tl.load(slots_R + row, mask=is_row, other=0).to(tl.int64)
+        code, scale = recode_part(x, x_scales, line, is_row, part, x_stride, x_scale_stride, H, COLUMNS)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        row, is_row = row[:, None], is_row[:, None]
+        tl.store(blocks + row * WIDTH + column, code, mask=is_row & (column < WIDTH))
+        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
+        tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=is_row & (block < WIDTH // 128))
     if EARLY:
         # Rows and slots are older than the sort, and this kernel does not read the sort's results. But later kernels,
         # which wait only for this one, do: so this one must not end before the sort.
@@ -85,26 +94,33 @@ def recode_rows(
 def place_rows(
     x, x_scales, slots_R, blocks, block_scales, order_N, tiles, how_many, num_places, max_tiles, x_stride,
     x_scale_stride,
-    H: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Recode the row of every place of `order_N`, permuted for `kernels.packed_codes`; scales by block and place."""
+    """Recode the row of every place of `order_N`, permuted for `kernels.packed_codes`; scales by block and place.
+
+    Each thread block loops over parts of ROWS rows.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     WIDTH: tl.constexpr = (H + 127) // 128 * 128
-    for item in range(tl.program_id(0), places_of(tiles, how_many, max_tiles) * ACROSS, tl.num_programs(0)):
-        place = tl.zeros([], tl.int64) + item // ACROSS
+    places = places_of(tiles, how_many, max_tiles)
+    for item in range(tl.program_id(0), tl.cdiv(places, ROWS) * ACROSS, tl.num_programs(0)):
+        place = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_place = place < places
         part = item % ACROSS
-        pair = tl.load(order_N + place)
+        pair = tl.load(order_N + place, mask=is_place, other=0)
         line = (tl.where(pair < 0, ~pair, pair) // TOP_K).to(tl.int64)
         if HAS_SLOTS:
-            line = tl.load(slots_R + line).to(tl.int64)
-        code, scale = recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H, COLUMNS)
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(blocks + place * WIDTH + column, permute_inputs(code, COLUMNS), mask=column < WIDTH)
-        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
-        tl.store(block_scales + block * num_places + place, scale, mask=block < WIDTH // 128)
+            line = tl.load(slots_R + line, mask=is_place, other=0).to(tl.int64)
+        code, scale = recode_part(x, x_scales, line, is_place, part, x_stride, x_scale_stride, H, COLUMNS)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        place, is_place = place[:, None], is_place[:, None]
+        tl.store(blocks + place * WIDTH + column, permute_inputs(code), mask=is_place & (column < WIDTH))
+        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
+        tl.store(block_scales + block * num_places + place, scale, mask=is_place & (block < WIDTH // 128))
 
 
 @triton.jit
