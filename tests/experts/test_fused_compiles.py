@@ -199,7 +199,8 @@ def packed_codes_kernel(first, runs, activation=0):
 
 def kernels_of_packed_codes():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
-    compiled(row_blocks.place_rows, dict(H=264, TOP_K=4, HAS_SLOTS=True, ROWS=4, COLUMNS=512, EARLY=True), 4, kinds=kinds)
+    sizes = dict(H=264, TOP_K=4, HAS_SLOTS=True, ROWS=4, COLUMNS=512, EARLY=True)
+    compiled(row_blocks.place_rows, sizes, 4, kinds=kinds)
     compiled(fp8_split.round_numbers, dict(I=264, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(
         numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
     packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
