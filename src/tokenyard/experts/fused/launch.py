@@ -51,8 +51,8 @@ SHARED_BY = 4
 # 309 and 240.
 LONG_SUMS = 16384
 
-# Rows that a block recodes or rounds at a time, in batches of at least MANY_ROWS rows; else one. With 1, 2, 4 and 8 rows
-# at a time V4-Flash's experts of mxfp4 with 1,024 tokens a rank took 598.9, 594.5, 594.2 and 601.6 µs.
+# Rows that a block recodes or rounds at a time, in batches of at least MANY_ROWS rows; else one. With 1, 2, 4 and 8
+# rows at a time V4-Flash's experts of mxfp4 with 1,024 tokens a rank took 598.9, 594.5, 594.2 and 601.6 µs.
 ROWS_AT_A_TIME = 4
 MANY_ROWS = 2048
 

@@ -105,8 +105,8 @@ def round_numbers(
     If `inner_scales` is given, store codes and scales instead, in the order that `kernels.packed_codes` reads.
     """
     if EARLY:
+        gdc_launch_dependents()  # the second product loads weights meanwhile, and waits for this kernel before its rows
         gdc_wait()
-        gdc_launch_dependents()
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = (I + 127) // 128
     places = places_of(tiles, how_many, max_tiles)
