@@ -23,8 +23,7 @@ from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.suites import assert_passed, check_experts
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
-from tokenyard.experts.fused import experts as fused_experts
-from tokenyard.experts.fused import launch, launch_hopper, packing, recoding
+from tokenyard.experts.fused import kernel_weights, launch, launch_hopper, packing, recoding
 from tokenyard.experts.fused.tile_configs import (
     SPECIALIZED_TILES,
     CodesTileConfig,
@@ -88,7 +87,7 @@ def test_mxfp8_weights_that_are_decoded(rows, monkeypatch):
 @pytest.mark.parametrize(("weights", "rows"), [pair for pair in declared_pairs() if pair[0] in FOUR_BIT])
 def test_four_bits_in_plain_triton(weights, rows, monkeypatch):
     """What runs where packed weights do not."""
-    monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: False)
+    monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: False)
     case = replace(BASE, weights=weights, rows=rows)
     experts = built(case)
     assert not experts.is_packed
@@ -359,7 +358,7 @@ def test_expandable_weights_are_replaced_in_place_moved_and_refused():
 def test_numbers_between_products_of_few_rows_are_rounded(packed, monkeypatch):
     """As the layer says, whatever multiplies: the result is close to one that has codes there, not to an exact one."""
     if not packed:
-        monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: False)
+        monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: False)
     case = replace(EXPANDED, R=20)
     y_RH = within(case, built(case))
     close_RH, exact_RH = (
