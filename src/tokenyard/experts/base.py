@@ -220,7 +220,9 @@ class Experts(nn.Module, ABC):
                 fix=f"move the layer: layer.to({str(received.rows.device)!r})"
                 + (", with weights that have numbers" if held.is_meta else ""),
             )
-        plain, w13 = WEIGHT_DTYPES.get(self.spec.weights), self._buffers.get("w13")
+        plain = WEIGHT_DTYPES.get(self.spec.weights)
+        # A subclass may hold it in another order, under a longer name.
+        w13 = next((buffer for name, buffer in self._buffers.items() if name.startswith("w13")), None)
         if plain is not None and w13 is not None and w13.dtype != plain:
             raise InputError(
                 f"w13 is {dtype_name(w13.dtype)}",

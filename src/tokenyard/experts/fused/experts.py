@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError, Reason
 from tokenyard.experts.base import local_routes
+from tokenyard.experts.fused.boxes import UNITS
 from tokenyard.experts.fused.kernel_choice import can_run_specialized, has_blocks, interprets
 from tokenyard.experts.fused.kernel_weights import KernelWeights
 from tokenyard.experts.fused.tile_configs import (
@@ -134,7 +135,8 @@ class FusedExperts(KernelWeights):
                 sorted_pairs = launch.sort_on_device(
                     ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
                 )
-                call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early)
+                unit = UNITS[spec.weights] if self.is_boxed else 0
+                call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early, unit)
                 if expands:
                     rows = launch.launch_row_blocks(rows, slots_R, num_rows, early=early)
                     slots_R = None
@@ -199,7 +201,9 @@ class FusedExperts(KernelWeights):
             return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes)
         taken = weights if self._recodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
-        tiles = choose_tiles(pairs, experts, weights, rows=taken, specialized=specialized)
+        tiles = choose_tiles(
+            pairs, experts, weights, rows=taken, specialized=specialized, boxed=self.is_boxed
+        )
         return tiles.without_tails() if invariant else tiles
 
     def _recodes_rows(self, rows: str) -> bool:

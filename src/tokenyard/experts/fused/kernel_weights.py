@@ -1,8 +1,17 @@
 """The weights of fused experts, as their kernels read them.
 
-They are held in the payloads of their format, with two exceptions: 4-bit weights are packed on Hopper (`packing`), and
-mxfp8 weights become blocks of e4m3 on GPUs whose tensor cores multiply e4m3 (`recoding`). Such weights are in buffers
-of other names. They change their form when the experts move to a device whose kernels read another one.
+They are held in the payloads of their format, with three exceptions:
+
+    packed    4-bit weights, on Hopper (`packing`)
+    recoded   mxfp8 weights, as blocks of e4m3, on GPUs whose tensor cores multiply e4m3 (`recoding`)
+    boxed     bf16, fp16 and fp8_block128 weights, on Hopper: the same bytes in the order in which they are loaded
+              (`boxes`), if the layer can use the kernel with specialized warps
+
+Such weights are in buffers of other names, so that a state_dict with another form is refused. They change their form
+when the experts move to a device whose kernels read another one.
+
+Weights are boxed in place, expert by expert. Adopted tensors are not boxed, since whoever gave them may still read
+them, or write to them.
 """
 
 from __future__ import annotations
@@ -16,7 +25,9 @@ from torch import Tensor
 from tokenyard.errors import InputError
 from tokenyard.experts.base import Experts
 from tokenyard.experts.fused import packing, recoding
+from tokenyard.experts.fused.boxes import UNITS, box, unbox
 from tokenyard.experts.fused.kernel_choice import (
+    can_run_boxed,
     can_run_codes,
     can_run_expanded,
     can_run_packed,
@@ -28,7 +39,7 @@ from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix, weight_format
 
-# The names of the buffers that hold a matrix: as given, packed, or recoded.
+# The names of the buffers that hold a quantized matrix: as given, packed, or recoded. Boxes are in `w13_boxes`.
 _GIVEN = ("data", "scales")
 _PACKED = ("words", "word_scales")
 _RECODED = ("blocks", "block_scales")
@@ -39,9 +50,11 @@ class KernelWeights(Experts):
 
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
     expands: bool = True  # whether packed mxfp4 weights are expanded to such blocks for calls with many rows
+    boxes: bool = True  # whether weights that are not adopted are held box by box where that is faster
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
+        self._adopted = adopt
         self._hold_for_kernels()
 
     @property
@@ -53,6 +66,11 @@ class KernelWeights(Experts):
     def is_recoded(self) -> bool:
         """Whether mxfp8 weights are held as blocks of e4m3 (`recoding`)."""
         return "w2_blocks" in self._buffers
+
+    @property
+    def is_boxed(self) -> bool:
+        """Whether weights are held box by box (`boxes`)."""
+        return "w2_boxes" in self._buffers
 
     @property
     def is_expandable(self) -> bool:
@@ -70,11 +88,13 @@ class KernelWeights(Experts):
         return "fp8_block128" if self.is_recoded else self.spec.weights
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the weights with the model, and pack, recode or restore them as the kernels of the new device need."""
+        """Move the weights with the model, and hold them as the kernels of the new device need."""
         super()._apply(fn, recurse)
         device = next(self.buffers()).device
         if (self.is_packed and device.type != "cuda") or (self.is_recoded and not takes_e4m3(device)):
             self._hold_as_given()
+        elif self.is_boxed and not can_run_boxed(self.spec, device):
+            self._unbox()
         self._hold_for_kernels()
         return self
 
@@ -83,15 +103,17 @@ class KernelWeights(Experts):
         for name in ("w13", "w2"):
             matrix = self._part(name, self.spec.shapes()[name])
             assert isinstance(matrix, QuantizedMatrix)
-            held = _PACKED if self.is_packed else _RECODED
-            for derived in (f"{name}_bases", f"{name}_largest"):
-                if derived in self._buffers:
-                    delattr(self, derived)
-            self._replace(name, held, {payload: matrix.payloads[payload] for payload in _GIVEN})
+            held = [f"{name}_{part}" for part in (_PACKED if self.is_packed else _RECODED)]
+            derived = [part for part in (f"{name}_bases", f"{name}_largest") if part in self._buffers]
+            given = {f"{name}_{payload}": matrix.payloads[payload] for payload in _GIVEN}
+            self._replace([*derived, *held], given)
 
     def _hold_for_kernels(self) -> None:
-        """Pack or recode the weights, if that is faster on this device; the given payloads are dropped."""
-        if self.is_packed or self.is_recoded:
+        """Pack, recode or box the weights, if that is faster on this device; the given payloads are dropped."""
+        if self.is_packed or self.is_recoded or self.is_boxed:
+            return
+        if self.boxes and not self._adopted and can_run_boxed(self.spec, next(self.buffers()).device):
+            self._box()
             return
         is_packed = can_run_packed(self.spec, self.weights)
         if not is_packed and not (self.recodes and can_run_recoded(self.spec, self.weights)):
@@ -111,14 +133,33 @@ class KernelWeights(Experts):
                 made = dict(zip(_PACKED, (packed.words, packed.scales), strict=True))
             else:
                 made = dict(zip(_RECODED, recoding.recode(matrix).payloads.values(), strict=True))
-            self._replace(name, _GIVEN, made)
+            given = [f"{name}_{part}" for part in _GIVEN]
+            self._replace(given, {f"{name}_{part}": tensor for part, tensor in made.items()})
 
-    def _replace(self, name: str, old: Sequence[str], new: Mapping[str, Tensor]) -> None:
-        """Replace the buffers `old` of a matrix by the buffers `new`."""
-        for part in old:
-            delattr(self, f"{name}_{part}")
-        for part, tensor in new.items():
-            self.register_buffer(f"{name}_{part}", tensor)
+    def _given_name(self, name: str) -> str:
+        """The name of the buffer that holds the numbers of a matrix in the given order."""
+        return f"{name}_data" if weight_format(self.spec.weights).quantized else name
+
+    def _box(self) -> None:
+        """Bring the weights into the order of boxes, in place."""
+        for name in ("w13", "w2"):
+            given = self.get_buffer(self._given_name(name))
+            held = box(given, UNITS[self.spec.weights], into=given)
+            self._replace([self._given_name(name)], {f"{name}_boxes": held})
+
+    def _unbox(self) -> None:
+        """Bring boxed weights back into the given order, in place."""
+        for name in ("w13", "w2"):
+            held = self.get_buffer(f"{name}_boxes")
+            given = unbox(held, UNITS[self.spec.weights], into=held)
+            self._replace([f"{name}_boxes"], {self._given_name(name): given})
+
+    def _replace(self, old: Sequence[str], new: Mapping[str, Tensor]) -> None:
+        """Replace the buffers `old` by the buffers `new`."""
+        for name in old:
+            delattr(self, name)
+        for name, tensor in new.items():
+            self.register_buffer(name, tensor)
 
     def _pack(self, name: str, matrix: QuantizedMatrix) -> PackedMatrix:
         is_first = name == "w13"
@@ -158,11 +199,24 @@ class KernelWeights(Experts):
             format=weight_format("fp8_block128"), shape=tuple(data.shape), payloads=payloads
         )
 
+    def _boxed(self, name: str) -> Tensor | QuantizedMatrix:
+        """The boxed matrices of all experts, as views of the buffers: the numbers are not in the order of `shape`."""
+        data, format = self.get_buffer(f"{name}_boxes"), weight_format(self.spec.weights)
+        if not format.quantized:
+            return data
+        payloads = {"data": data, "scales": self.get_buffer(f"{name}_scales")}
+        return QuantizedMatrix(format=format, shape=tuple(data.shape), payloads=payloads)
+
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
         if f"{name}_words" in self._buffers:
             given = packing.unpack(self._packed(name))
         elif f"{name}_blocks" in self._buffers:
             given = recoding.give_back(self._blocks(name))
+        elif f"{name}_boxes" in self._buffers:
+            numbers = unbox(self.get_buffer(f"{name}_boxes"), UNITS[self.spec.weights])
+            if not weight_format(self.spec.weights).quantized:
+                return numbers
+            given = {"data": numbers, "scales": self.get_buffer(f"{name}_scales").clone()}
         else:
             return super()._part(name, shape)
         format = weight_format(self.spec.weights)
@@ -171,7 +225,7 @@ class KernelWeights(Experts):
         return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
 
     def movable(self) -> dict[str, Tensor]:
-        if not (self.is_packed or self.is_recoded):
+        if not (self.is_packed or self.is_recoded or self.is_boxed):
             return super().movable()
         return {name: self._by_expert(name, buffer) for name, buffer in self.named_buffers(recurse=False)}
 
@@ -184,19 +238,23 @@ class KernelWeights(Experts):
         return buffer[: experts * each].view(experts, each)
 
     def _seen_by_kernels(self) -> ExpertWeights:
-        """The weights that the kernels read if they are not packed: as given, or recoded (no copies)."""
-        if not self.is_recoded:
+        """The weights that the kernels read if they are not packed: as given, recoded, or boxed (no copies)."""
+        if not self.is_recoded and not self.is_boxed:
             return self.weights
         b13, b2 = self._buffers.get("b13"), self._buffers.get("b2")
-        return ExpertWeights(w13=self._blocks("w13"), w2=self._blocks("w2"), b13=b13, b2=b2)
+        w13, w2 = (self._blocks(name) if self.is_recoded else self._boxed(name) for name in ("w13", "w2"))
+        return ExpertWeights(w13=w13, w2=w2, b13=b13, b2=b2)
 
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
         """Replace the weights in place, so that captured CUDA graphs use the new ones."""
-        if not self.is_packed and not self.is_recoded:
+        if not (self.is_packed or self.is_recoded or self.is_boxed):
             super().load_(weights)
             return
         self._check_new(weights)
+        if self.is_boxed:
+            self._load_boxes(weights)
+            return
         for name in ("w13", "w2"):
             self._check_form(name, getattr(weights, name))
         largest = self._largest_scales(weights) if self.has_codes else {}
@@ -220,6 +278,14 @@ class KernelWeights(Experts):
                 self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
         for name, tensor in weights.by_name().items():
             if not name.endswith(("_data", "_scales")):
+                self.get_buffer(name).copy_(tensor)
+
+    def _load_boxes(self, weights: ExpertWeights) -> None:
+        boxed = {self._given_name(name): f"{name}_boxes" for name in ("w13", "w2")}
+        for name, tensor in weights.by_name().items():
+            if name in boxed:
+                box(tensor, UNITS[self.spec.weights], into=self.get_buffer(boxed[name]))
+            else:
                 self.get_buffer(name).copy_(tensor)
 
     def _check_form(self, name: str, matrix: QuantizedMatrix) -> None:
