@@ -138,7 +138,7 @@ class Experts(nn.Module, ABC):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights as they are now (no copies)."""
+        """The weights as they are now; copies only where they are held in another form than they were given."""
         shapes = self.spec.shapes()
         return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
 
