@@ -108,7 +108,7 @@ def test_many_rows_may_stand_first(changes):
     check_case(case, experts)
 
 
-BOXES = {
+TMA_LAYERS = {
     "several blocks each way": {"H": 200, "I": 72},
     "less than a block": {"H": 24, "I": 8},
     "interleaved, with biases": {"activation": "swiglu_oai", "bias": True, "I": 40},
@@ -136,20 +136,20 @@ def tma_launches(monkeypatch):
     return launched
 
 
-def check_cut_for_boxes(changes):
+def check_by_tma(changes):
     case = replace(FusedCase(R=40, K=2, L=2), **changes)
     experts = FusedExperts(case.spec, case.held)
     experts.tile_configs = BY_TMA
     check_case(case, experts)
 
 
-@pytest.mark.parametrize("changes", BOXES.values(), ids=BOXES)
-def test_matrices_may_come_in_boxes(changes, tma_launches):
-    check_cut_for_boxes(changes)
+@pytest.mark.parametrize("changes", TMA_LAYERS.values(), ids=TMA_LAYERS)
+def test_matrices_may_come_by_tma(changes, tma_launches):
+    check_by_tma(changes)
     assert set(tma_launches) == {"_tma_inner", "_tma_result"}
 
 
-NO_BOXES = {
+NOT_BY_TMA = {
     "lines that are no multiple of 16 bytes": {"H": 36},
     "no gate": {"activation": "relu2"},
     "rows of another type": {"rows": "fp32"},
@@ -157,9 +157,9 @@ NO_BOXES = {
 }
 
 
-@pytest.mark.parametrize("changes", NO_BOXES.values(), ids=NO_BOXES)
-def test_what_cannot_come_in_boxes_comes_as_ever(changes, tma_launches):
-    check_cut_for_boxes(changes)
+@pytest.mark.parametrize("changes", NOT_BY_TMA.values(), ids=NOT_BY_TMA)
+def test_what_cannot_come_by_tma_comes_as_ever(changes, tma_launches):
+    check_by_tma(changes)
     assert "_tma_inner" not in tma_launches
 
 

@@ -148,7 +148,7 @@ def grouped_kernel(kernel, groups, constants, others, source=GluonASTSource, war
     signature = {name: signature[name] for name in kernel.arg_names}
     check_compiled(kernel, source(kernel, signature, values, aligned), warps)
 
-def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleaved=False, plain=False):
+def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleaved=False, plain=False, boxed=False):
     # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
     element, wide = ("fp8e4nv", 128) if bits == 8 else ("bf16", 64)
     descriptor = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
@@ -166,7 +166,7 @@ def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleave
     first = items.Product(
         inputs=H, outputs=I, experts=8, top_k=4, first=True, interleaved=interleaved, weighted=True,
         finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True, tile=tile, turned=turned,
-        step=128, deep=False)
+        step=128, deep=False, boxed=boxed)
     second = first._replace(
         inputs=I, outputs=H, first=False, interleaved=False, step=128 if deep else 256, deep=deep)
     constants = dict(FIRST=first, SECOND=second, STAGES=4, EARLY=True, num_warps=4)
@@ -235,6 +235,35 @@ def specialized_numbers():
     specialized_kernel(16, 320, 200, 128, (16,), products.SWIGLU_CLAMPED.value, interleaved=True)
     specialized_kernel(16, 264, 136, 16, (16,))
 
+def specialized_boxes():
+    # Of an even number of boxes beside each other, and of an odd one.
+    specialized_kernel(16, 384, 256, 16, (16,), boxed=True)
+    specialized_kernel(16, 384, 256, 128, (16,), products.SWIGLU_CLAMPED.value, boxed=True)
+    specialized_kernel(8, 384, 384, 16, (16,), boxed=True)
+    specialized_kernel(8, 384, 256, 128, (16,), plain=True, boxed=True)
+
+def plain_boxes():
+    # What reads boxes where rows do not allow specialized warps.
+    sizes = dict(hidden=256, intermediate=128)
+    rows = arguments.Rows("*bf16", None, None, "*i64", "i32", "i32", "i32")
+    weights = arguments.Weights("*bf16", None, None, None, "*bf16")
+    first = arguments.Results("*bf16", None, None, None, None, "i32")
+    second = arguments.Results("*bf16", None, "*bf16", "*bf16", "*i64", "i32")
+    boxes = dict(rows_width=256, width=256, stride=256, unit=64)
+    product(products.inner_tile, sizes, boxes | dict(block=128), rows, weights, first)
+    product(rows_first.rows_first_tile, sizes, boxes, rows, weights, first)
+    product(products.result_tile, sizes, boxes | dict(width=128, stride=128), None, weights, second)
+    codes = sizes | dict(rows=decoding.FP8_BLOCK.value, weights=decoding.FP8_BLOCK.value, inner=fp8_split.CODES.value)
+    rows = arguments.Rows("*fp8e4nv", "*fp32", None, "*i64", "i32", "i32", "i32")
+    weights = arguments.Weights("*fp8e4nv", "*fp32", None, None, "*bf16")
+    first = arguments.Results("*fp8e4nv", "*fp32", None, None, None, "i32")
+    second = arguments.Results("*fp8e4nv", "*fp32", "*bf16", "*bf16", "*i64", "i32")
+    boxes |= dict(out=256, tile=128, tail=64, block=128, scale_width=2, unit=128)
+    product(products.inner_tile, codes, boxes | dict(tile=16, tail=0, block=256), rows, weights, first)
+    product(rows_first.rows_first_tile, codes, boxes, rows, weights, first, 8)
+    narrow = boxes | dict(width=128, stride=128, scale_width=1)
+    product(rows_first_result.rows_first_result_tile, codes, narrow, None, weights, second, 8)
+
 """
 CALLS = {
     "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
@@ -256,6 +285,8 @@ CALLS = {
     "mxfp4 in three groups": "packed_numbers_kernel(1, 2, False, 3, 2, ((16, 0), (64, 0)))",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",
+    "warps that load weights in boxes": "specialized_boxes()",
+    "weights in boxes": "plain_boxes()",
 }
 
 

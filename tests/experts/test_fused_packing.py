@@ -12,8 +12,7 @@ from tests.experts.fused_cases import FusedCase, same_bits
 from tests.experts.ptx import from_bf16, run_ptx
 from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
-from tokenyard.experts.fused import experts as fused_experts
-from tokenyard.experts.fused import packing
+from tokenyard.experts.fused import kernel_weights, packing
 from tokenyard.formats import QuantizedMatrix, weight_format
 
 FORMATS = list(packing.LARGEST_SCALE)
@@ -265,7 +264,7 @@ def test_scales_beyond_the_limit_are_refused(name):
 def test_experts_that_leave_the_gpu_hold_what_they_were_given(name, monkeypatch):
     """Packed on a CPU for once; moving them anywhere but to a GPU undoes it."""
     case = FusedCase(weights=name, H=64, I=32)
-    monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: True)
+    monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: True)
     experts = FusedExperts(case.spec, case.held)
     assert {"w13_words", "w2_words"} <= set(experts.state_dict())
     monkeypatch.undo()
@@ -279,7 +278,7 @@ def test_experts_that_leave_the_gpu_hold_what_they_were_given(name, monkeypatch)
 @pytest.fixture
 def packed_on_a_cpu(monkeypatch):
     """Packed on a CPU, and staying so: as on a GPU."""
-    monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: True)
+    monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: True)
     monkeypatch.setattr(FusedExperts, "_hold_as_given", lambda self: None)
 
 

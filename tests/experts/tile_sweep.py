@@ -131,7 +131,7 @@ class Trials:
     def __init__(self, cell: Cell, device: torch.device, clock: Clock) -> None:
         self.cell, self._clock = cell, clock
         self._drawn = DrawnExperts.draw(cell.spec, device)
-        self.experts = FusedExperts(cell.spec, self._drawn.weights, adopt=True)
+        self.experts = FusedExperts(cell.spec, self._drawn.weights)
         self._batches = draw_batches(cell, device)
         self.tried: dict[TileConfigs, tuple[float | None, str]] = {}  # µs, and what went wrong
 

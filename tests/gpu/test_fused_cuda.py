@@ -23,8 +23,7 @@ from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.suites import assert_passed, check_experts
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
-from tokenyard.experts.fused import experts as fused_experts
-from tokenyard.experts.fused import launch, launch_hopper, packing, recoding
+from tokenyard.experts.fused import kernel_weights, launch, launch_hopper, packing, recoding
 from tokenyard.experts.fused.tile_configs import (
     SPECIALIZED_TILES,
     CodesTileConfig,
@@ -53,6 +52,11 @@ def multiplies_e4m3() -> bool:
 
 def built(case: FusedCase) -> FusedExperts:
     return FusedExperts(case.spec, case.held)
+
+
+def in_lines(case: FusedCase) -> FusedExperts:
+    """Experts that hold bf16, fp16 and fp8_block128 weights line by line, as they do with adopted ones."""
+    return FusedExperts(case.spec, case.held, adopt=True)
 
 
 def within(case: FusedCase, experts: FusedExperts) -> torch.Tensor:
@@ -88,7 +92,7 @@ def test_mxfp8_weights_that_are_decoded(rows, monkeypatch):
 @pytest.mark.parametrize(("weights", "rows"), [pair for pair in declared_pairs() if pair[0] in FOUR_BIT])
 def test_four_bits_in_plain_triton(weights, rows, monkeypatch):
     """What runs where packed weights do not."""
-    monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: False)
+    monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: False)
     case = replace(BASE, weights=weights, rows=rows)
     experts = built(case)
     assert not experts.is_packed
@@ -124,7 +128,7 @@ def test_other_layers(case):
     within(case, built(case))
 
 
-BOXED_LAYERS = {
+TMA_LAYERS = {
     "interleaved, with biases": FusedCase(activation="swiglu_oai", bias=True, H=328, I=200, R=150),
     "the weight on the input": FusedCase(weight_on="input", H=264, I=72, R=40),
     "fp16, in a workspace": FusedCase(weights="fp16", rows="fp16", H=1024, I=256, in_workspace=True, R=300),
@@ -132,10 +136,10 @@ BOXED_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("case", BOXED_LAYERS.values(), ids=BOXED_LAYERS)
-def test_matrices_in_boxes(case):
+@pytest.mark.parametrize("case", TMA_LAYERS.values(), ids=TMA_LAYERS)
+def test_matrices_by_tma(case):
     case = replace(case, device="cuda")
-    experts = built(case)
+    experts = in_lines(case)
     many = TileConfig(256, 128, 64, 8, 4, 64, tma=True)
     experts.tile_configs = TileConfigs(many, many)
     assert launch.can_use_tma(experts.weights.w13, case.spec) == (torch.cuda.get_device_capability()[0] >= 9)
@@ -192,9 +196,13 @@ def test_warps_that_load_and_warps_that_multiply(changes, tile, specialized_laun
     assert len(specialized_launches) == (3 if is_hopper() else 0)
     for _ in range(20):  # what races is not the same twice
         assert same_bits(experts(case.received()).rows_RH, y_RH)
+    plain = in_lines(case)
+    assert (experts.is_boxed, plain.is_boxed) == (is_hopper(), False)
+    plain.tile_configs = experts.tile_configs
+    assert same_bits(plain(case.received()).rows_RH, y_RH)
     experts.tile_configs = TileConfigs(replace(MANY, specialized=False), replace(MANY, specialized=False))
     plain_RH = within(case, experts)
-    assert len(specialized_launches) == (23 if is_hopper() else 0)
+    assert len(specialized_launches) == (24 if is_hopper() else 0)
     # The same codes, but for those in the middle between two, and sums in another order.
     assert (plain_RH - y_RH).norm() <= 2**-7 * y_RH.norm()
 
@@ -226,9 +234,99 @@ def test_warps_that_load_and_warps_that_multiply_numbers(changes, tile, speciali
     assert len(specialized_launches) == (3 if is_hopper() else 0)
     for _ in range(20):  # what races is not the same twice
         assert same_bits(experts(case.received()).rows_RH, y_RH)
-    experts.tile_configs = TileConfigs(replace(many, specialized=False), replace(many, specialized=False))
-    assert same_bits(within(case, experts), y_RH)
-    assert len(specialized_launches) == (23 if is_hopper() else 0)
+    plain = in_lines(case)
+    assert not plain.is_boxed
+    plain.tile_configs = experts.tile_configs
+    assert same_bits(plain(case.received()).rows_RH, y_RH)
+    plain.tile_configs = TileConfigs(replace(many, specialized=False), replace(many, specialized=False))
+    assert same_bits(within(case, plain), y_RH)
+    assert len(specialized_launches) == (24 if is_hopper() else 0)
+
+
+# -- Weights in boxes ----------------------------------------------------------------------------------------
+
+hopper_boxes = pytest.mark.skipif("not is_hopper()", reason="boxes are for the kernel with specialized warps")
+
+
+@hopper_boxes
+@pytest.mark.parametrize("case", [NUMBERS, CODES], ids=["bf16", "fp8_block128"])
+def test_boxed_weights_are_held_once_and_given_back(case):
+    other, held = replace(case, seed=1), case.held.by_name()
+    experts = built(case)
+    assert experts.is_boxed
+    assert sum(buffer.nbytes for buffer in experts.buffers()) == case.held.nbytes
+    for name, tensor in experts.weights.by_name().items():
+        assert torch.equal(tensor.view(torch.uint8), held[name].view(torch.uint8)), name
+    pointers = [tensor.data_ptr() for tensor in experts.buffers()]
+    experts.load_(other.held)
+    assert [tensor.data_ptr() for tensor in experts.buffers()] == pointers
+    y_RH = built(other)(case.received()).rows_RH
+    assert same_bits(experts(case.received()).rows_RH, y_RH)
+    experts.cpu()
+    assert set(experts.state_dict()) == set(held)
+    for name, tensor in experts.weights.by_name().items():
+        assert torch.equal(tensor.view(torch.uint8), other.held.by_name()[name].cpu().view(torch.uint8)), name
+    assert experts.cuda().is_boxed
+    assert same_bits(experts(case.received()).rows_RH, y_RH)
+    assert not in_lines(case).cpu().cuda().is_boxed
+
+
+# Experts with rows in another format, or that cannot be copied 16 bytes at a time, have kernels in plain Triton.
+OTHER_ROWS = {
+    "bf16, rows of fp8_block128": replace(NUMBERS, rows="fp8_block128"),
+    "bf16, rows of mxfp8": replace(NUMBERS, rows="mxfp8", R=20),
+    "fp8_block128, rows of bf16": replace(CODES, rows="bf16", R=20),
+}
+
+
+@hopper_boxes
+@pytest.mark.parametrize("case", OTHER_ROWS.values(), ids=OTHER_ROWS)
+def test_boxed_weights_with_rows_of_other_formats(case, specialized_launches):
+    experts = built(case)
+    assert experts.is_boxed
+    within(case, experts)
+    assert not specialized_launches
+
+
+@hopper_boxes
+def test_boxed_weights_with_rows_that_are_not_aligned(specialized_launches):
+    for rows in (20, 700):
+        case = replace(NUMBERS, R=rows)
+        experts, received = built(case), case.received()
+        assert experts.is_boxed
+        data = received.rows.payloads["data"]
+        shifted = torch.empty(rows, case.H + 1, dtype=data.dtype, device="cuda")[:, : case.H].copy_(data)
+        y_RH = experts(replace(received, rows=replace(received.rows, payloads={"data": shifted}))).rows_RH
+        exact_RH, bound_RH = case.exact()
+        assert ((y_RH - exact_RH).abs() <= bound_RH).all()
+    assert not specialized_launches
+
+
+@hopper_boxes
+def test_nan_of_a_weight_stays_in_its_output():
+    """The second product loads two boxes of inputs at a time. Here it has one; the next in memory has other outputs."""
+    case = replace(CODES, H=384, I=128, R=20, seed=5)
+    case.held.w2.payloads["data"].view(torch.uint8)[:, 200, 5] = 0x7F
+    experts = built(case)
+    few = TileConfigs(replace(MANY, tile=16), replace(MANY, tile=16))
+    experts.tile_configs = few
+    y_RH, taken_R = experts(case.received()).rows_RH, (case.routes.ids_RK >= 0).any(1)
+    assert y_RH[taken_R][:, 200].isnan().all()
+    assert not y_RH[:, torch.arange(case.H, device="cuda") != 200].isnan().any()
+
+
+@hopper_boxes
+@pytest.mark.parametrize("case", [NUMBERS, CODES], ids=["bf16", "fp8_block128"])
+def test_random_batches_of_boxed_weights(case, specialized_launches):
+    """Batches of all sizes have specialized warps, few rows included."""
+    experts, chance = built(case), random.Random(case.weights)
+    for seed in range(24):
+        routing = chance.choice(("any", "one expert", "few experts", "duplicates", "sparse"))
+        batch_of = replace(case, R=chance.choice((1, 2, 7, 16, 40, 150, 450)), routing=routing, seed=seed)
+        experts.load_(batch_of.held)
+        y_RH = within(batch_of, experts)
+        assert same_bits(experts(batch_of.received()).rows_RH, y_RH), batch_of
+    assert len(specialized_launches) == 48
 
 
 # -- Packed weights that become blocks of e4m3, where rows are many --------------------------------------------
@@ -359,7 +457,7 @@ def test_expandable_weights_are_replaced_in_place_moved_and_refused():
 def test_numbers_between_products_of_few_rows_are_rounded(packed, monkeypatch):
     """As the layer says, whatever multiplies: the result is close to one that has codes there, not to an exact one."""
     if not packed:
-        monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: False)
+        monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: False)
     case = replace(EXPANDED, R=20)
     y_RH = within(case, built(case))
     close_RH, exact_RH = (
@@ -677,10 +775,19 @@ def captured(experts: FusedExperts, received: ReceivedRows) -> tuple[torch.cuda.
     return graph, y_RH
 
 
-@pytest.mark.parametrize(("weights", "rows_in"), [("bf16", "bf16"), ("mxint4", "bf16"), ("mxfp8", "mxfp8")])
-def test_a_graph_sees_new_rows_new_routes_and_new_weights(weights, rows_in):
+IN_GRAPHS = {
+    "bf16": BASE,
+    "mxint4": replace(BASE, weights="mxint4"),
+    "mxfp8": replace(BASE, weights="mxfp8", rows="mxfp8"),
+    "bf16, boxed on Hopper": NUMBERS,
+    "fp8_block128, boxed on Hopper": CODES,
+}
+
+
+@pytest.mark.parametrize("case", IN_GRAPHS.values(), ids=IN_GRAPHS)
+def test_a_graph_sees_new_rows_new_routes_and_new_weights(case):
     for rows in (16, 450):
-        case = replace(BASE, weights=weights, rows=rows_in, R=rows)
+        case = replace(case, R=rows)
         experts, received = built(case), case.received()
         graph, y_RH = captured(experts, received)
         for seed, routing in enumerate(("any", "one expert", "few experts", "sparse", "nobody", "any")):

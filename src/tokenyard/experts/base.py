@@ -138,7 +138,7 @@ class Experts(nn.Module, ABC):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights as they are now (no copies)."""
+        """The weights as they are now; copies only where they are held in another form than they were given."""
         shapes = self.spec.shapes()
         return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
 
@@ -220,7 +220,9 @@ class Experts(nn.Module, ABC):
                 fix=f"move the layer: layer.to({str(received.rows.device)!r})"
                 + (", with weights that have numbers" if held.is_meta else ""),
             )
-        plain, w13 = WEIGHT_DTYPES.get(self.spec.weights), self._buffers.get("w13")
+        plain = WEIGHT_DTYPES.get(self.spec.weights)
+        # A subclass may hold it in another order, under a longer name.
+        w13 = next((buffer for name, buffer in self._buffers.items() if name.startswith("w13")), None)
         if plain is not None and w13 is not None and w13.dtype != plain:
             raise InputError(
                 f"w13 is {dtype_name(w13.dtype)}",

@@ -11,9 +11,8 @@ the results of rows that several experts take, which are summed as `UnfinalizedR
 blocks of e4m3, the 16 bits hold two e4m3 numbers, and 128 columns share a scale (`kernels.fp8_split`); with an inner
 format they are 8 bits, one e4m3 code.
 
-**How weights are held.** In the payloads of their format, with two exceptions: 4-bit weights are packed on Hopper
-(`packing`), and mxfp8 weights become blocks of e4m3 on GPUs whose tensor cores multiply e4m3 (`recoding`). Rows of
-mxfp8 are then recoded by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
+**How weights are held** is said in `kernel_weights`. If mxfp8 weights became blocks of e4m3, rows of mxfp8 are recoded
+by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
 
 **Long batches of mxfp4.** If the layer has an inner format, and rows arrive in mxfp8, products of e4m3 can be used,
 which take half the time of those of bf16. From `tile_table.CODES_FROM` rows per expert on, packed weights are decoded
@@ -25,26 +24,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError, Reason
-from tokenyard.experts.base import Experts, local_routes
-from tokenyard.experts.fused import packing, recoding
-from tokenyard.experts.fused.kernel_choice import (
-    can_run_codes,
-    can_run_expanded,
-    can_run_packed,
-    can_run_recoded,
-    can_run_specialized,
-    has_blocks,
-    interprets,
-    takes_e4m3,
-)
-from tokenyard.experts.fused.packing import PackedMatrix
+from tokenyard.experts.base import local_routes
+from tokenyard.experts.fused.boxes import UNITS
+from tokenyard.experts.fused.kernel_choice import can_run_specialized, has_blocks, interprets
+from tokenyard.experts.fused.kernel_weights import KernelWeights
 from tokenyard.experts.fused.tile_configs import (
     CodesTileConfig,
     TileConfig,
@@ -55,20 +44,15 @@ from tokenyard.experts.fused.tile_configs import (
 )
 from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
-from tokenyard.formats import FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
+from tokenyard.formats import FORMATS, Fp8Block128, for_dtype
 from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
 if TYPE_CHECKING:
     from tokenyard.experts.fused.operands import Destination
 
-# The names of the buffers that hold a matrix: as given, packed, or recoded.
-_GIVEN = ("data", "scales")
-_PACKED = ("words", "word_scales")
-_RECODED = ("blocks", "block_scales")
 
-
-class FusedExperts(Experts):
+class FusedExperts(KernelWeights):
     """Experts computed by Triton kernels on a GPU."""
 
     name = "fused"
@@ -79,158 +63,6 @@ class FusedExperts(Experts):
     batch_invariant = ("cuda",)  # by using the tiles of long batches for all batches
     skips_empty_slots = True
     tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
-    recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
-    expands: bool = True  # whether packed mxfp4 weights are expanded to such blocks for calls with many rows
-
-    def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
-        super().__init__(spec, weights, adopt=adopt)
-        self._hold_for_kernels()
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether weights are held in the order of Hopper's tensor cores."""
-        return "w2_words" in self._buffers
-
-    @property
-    def is_recoded(self) -> bool:
-        """Whether mxfp8 weights are held as blocks of e4m3 (`recoding`)."""
-        return "w2_blocks" in self._buffers
-
-    @property
-    def is_expandable(self) -> bool:
-        """Whether packed weights can be expanded to blocks of e4m3 within the error bound of `recoding`."""
-        return "w2_bases" in self._buffers
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether packed weights can be decoded to e4m3 codes without rounding."""
-        return "w2_largest" in self._buffers
-
-    @property
-    def held_format(self) -> str:
-        """The format of the weights that the kernels read: that of the spec, or `fp8_block128` if they are recoded."""
-        return "fp8_block128" if self.is_recoded else self.spec.weights
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the weights with the model, and pack, recode or restore them as the kernels of the new device need."""
-        super()._apply(fn, recurse)
-        device = next(self.buffers()).device
-        if (self.is_packed and device.type != "cuda") or (self.is_recoded and not takes_e4m3(device)):
-            self._hold_as_given()
-        self._hold_for_kernels()
-        return self
-
-    def _hold_as_given(self) -> None:
-        """Replace packed or recoded weights by the payloads of their format."""
-        for name in ("w13", "w2"):
-            matrix = self._part(name, self.spec.shapes()[name])
-            assert isinstance(matrix, QuantizedMatrix)
-            held = _PACKED if self.is_packed else _RECODED
-            for derived in (f"{name}_bases", f"{name}_largest"):
-                if derived in self._buffers:
-                    delattr(self, derived)
-            self._replace(name, held, {payload: matrix.payloads[payload] for payload in _GIVEN})
-
-    def _hold_for_kernels(self) -> None:
-        """Pack or recode the weights, if that is faster on this device; the given payloads are dropped."""
-        if self.is_packed or self.is_recoded:
-            return
-        is_packed = can_run_packed(self.spec, self.weights)
-        if not is_packed and not (self.recodes and can_run_recoded(self.spec, self.weights)):
-            return
-        expands = is_packed and self.expands and can_run_expanded(self.spec, self.weights)
-        largest = self._largest_scales(self.weights) if is_packed and can_run_codes(self.spec) else {}
-        for name in ("w13", "w2"):
-            matrix = self._part(name, self.spec.shapes()[name])
-            assert isinstance(matrix, QuantizedMatrix)
-            if largest:
-                self.register_buffer(f"{name}_largest", largest[name], persistent=False)
-            if expands:
-                bases = recoding.block_scales(matrix, matrix.device)
-                self.register_buffer(f"{name}_bases", bases, persistent=False)
-            if is_packed:
-                packed = self._pack(name, matrix)
-                made = dict(zip(_PACKED, (packed.words, packed.scales), strict=True))
-            else:
-                made = dict(zip(_RECODED, recoding.recode(matrix).payloads.values(), strict=True))
-            self._replace(name, _GIVEN, made)
-
-    def _replace(self, name: str, old: Sequence[str], new: Mapping[str, Tensor]) -> None:
-        """Replace the buffers `old` of a matrix by the buffers `new`."""
-        for part in old:
-            delattr(self, f"{name}_{part}")
-        for part, tensor in new.items():
-            self.register_buffer(f"{name}_{part}", tensor)
-
-    def _pack(self, name: str, matrix: QuantizedMatrix) -> PackedMatrix:
-        is_first = name == "w13"
-        return packing.pack(matrix, gated=is_first, interleaved=is_first and self.spec.activation.interleaved)
-
-    def _largest_scales(self, weights: ExpertWeights) -> dict[str, Tensor]:
-        """The largest scale of every line of both matrices; empty if e4m3 codes cannot hold all weights."""
-        found: dict[str, Tensor] = {}
-        for name in ("w13", "w2"):
-            matrix, is_first = getattr(weights, name), name == "w13"
-            interleaved = is_first and self.spec.activation.interleaved
-            largest = packing.largest_scales(matrix, gated=is_first, interleaved=interleaved)
-            if largest is None:
-                return {}
-            found[name] = largest
-        return found
-
-    def _packed(self, name: str) -> PackedMatrix:
-        """The packed matrices of all experts, as views of the buffers."""
-        buffers, is_first = dict(self.named_buffers(recurse=False)), name == "w13"
-        return PackedMatrix(
-            self.spec.weights,
-            self.spec.shapes()[name],
-            is_first,
-            is_first and self.spec.activation.interleaved,
-            buffers[f"{name}_words"],
-            buffers[f"{name}_word_scales"],
-            buffers.get(f"{name}_global_scale"),
-            buffers.get(f"{name}_global_factor"),
-        )
-
-    def _blocks(self, name: str) -> QuantizedMatrix:
-        """The recoded matrices of all experts, as views of the buffers."""
-        data, scales = (self.get_buffer(f"{name}_{part}") for part in _RECODED)
-        payloads = {"data": data, "scales": scales}
-        return QuantizedMatrix(
-            format=weight_format("fp8_block128"), shape=tuple(data.shape), payloads=payloads
-        )
-
-    def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
-        if f"{name}_words" in self._buffers:
-            given = packing.unpack(self._packed(name))
-        elif f"{name}_blocks" in self._buffers:
-            given = recoding.give_back(self._blocks(name))
-        else:
-            return super()._part(name, shape)
-        format = weight_format(self.spec.weights)
-        others = [payload for payload in format.payloads(*shape[1:]) if payload not in given]
-        payloads = given | {payload: self.get_buffer(f"{name}_{payload}") for payload in others}
-        return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
-
-    def movable(self) -> dict[str, Tensor]:
-        if not (self.is_packed or self.is_recoded):
-            return super().movable()
-        return {name: self._by_expert(name, buffer) for name, buffer in self.named_buffers(recurse=False)}
-
-    def _by_expert(self, name: str, buffer: Tensor) -> Tensor:
-        """A view of a buffer with one row per expert. (A packed buffer is flat, and has a pad at its end.)"""
-        experts, outputs = self.spec.shapes()["w13" if "13" in name else "w2"][:2]
-        if len(buffer) == experts:
-            return buffer
-        each = packing.per_matrix(buffer, experts, outputs)
-        return buffer[: experts * each].view(experts, each)
-
-    def _seen_by_kernels(self) -> ExpertWeights:
-        """The weights that the kernels read if they are not packed: as given, or recoded (no copies)."""
-        if not self.is_recoded:
-            return self.weights
-        b13, b2 = self._buffers.get("b13"), self._buffers.get("b2")
-        return ExpertWeights(w13=self._blocks("w13"), w2=self._blocks("w2"), b13=b13, b2=b2)
 
     def _expanded(self, *, early: bool) -> ExpertWeights:
         """Expand packed weights to blocks of e4m3, in memory of this call."""
@@ -241,56 +73,6 @@ class FusedExperts(Experts):
             for name in ("w13", "w2")
         )
         return ExpertWeights(w13=w13, w2=w2, b13=self._buffers.get("b13"), b2=self._buffers.get("b2"))
-
-    @torch.no_grad()
-    def load_(self, weights: ExpertWeights) -> None:
-        """Replace the weights in place, so that captured CUDA graphs use the new ones."""
-        if not self.is_packed and not self.is_recoded:
-            super().load_(weights)
-            return
-        self._check_new(weights)
-        for name in ("w13", "w2"):
-            self._check_form(name, getattr(weights, name))
-        largest = self._largest_scales(weights) if self.has_codes else {}
-        if self.has_codes and not largest:
-            raise InputError(
-                f"the new weights have an output whose scales differ by more than 2^{packing.CODE_RANGE}",
-                expected="weights that become codes of e4m3 without being rounded, as those here do",
-                fix="make new experts of these weights: they will be multiplied in another way",
-            )
-        for name in ("w13", "w2"):
-            if self.has_codes:
-                self.get_buffer(f"{name}_largest").copy_(largest[name])
-            if self.is_recoded:
-                recoding.recode_into(getattr(weights, name), self._blocks(name))
-            else:
-                matrix = self._pack(name, getattr(weights, name))
-                if self.is_expandable:
-                    bases = self.get_buffer(f"{name}_bases")
-                    bases.copy_(recoding.block_scales(getattr(weights, name), bases.device))
-                self.get_buffer(f"{name}_words").copy_(matrix.words)
-                self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
-        for name, tensor in weights.by_name().items():
-            if not name.endswith(("_data", "_scales")):
-                self.get_buffer(name).copy_(tensor)
-
-    def _check_form(self, name: str, matrix: QuantizedMatrix) -> None:
-        """Raise unless a new matrix can be packed or recoded like the one that it replaces."""
-        if self.is_packed and not packing.can_pack(matrix):
-            largest = packing.LARGEST_SCALE[self.spec.weights]
-            beyond = "below zero" if self.spec.weights == "nvfp4" else f"beyond {largest}"
-            raise InputError(
-                f"{name} has scales {beyond}, or that are no numbers",
-                expected="scales that packed weights can hold",
-                fix="make new experts of these weights: they will not be packed",
-            )
-        expected = self.is_recoded or self.is_expandable
-        if expected and not recoding.can_recode(matrix, next(self.buffers()).device):
-            raise InputError(
-                f"{name} has an output that would change by more than 2^-12 of its length, or is no number",
-                expected="weights that blocks of 128 × 128 can hold: scales that are not too far apart",
-                fix="make new experts of these weights: they will not be recoded",
-            )
 
     @classmethod
     def scratch_bytes(cls, spec: ExpertsSpec) -> int:
@@ -353,7 +135,8 @@ class FusedExperts(Experts):
                 sorted_pairs = launch.sort_on_device(
                     ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
                 )
-                call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early)
+                unit = UNITS[spec.weights] if self.is_boxed else 0
+                call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early, unit)
                 if expands:
                     rows = launch.launch_row_blocks(rows, slots_R, num_rows, early=early)
                     slots_R = None
@@ -418,7 +201,9 @@ class FusedExperts(Experts):
             return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes)
         taken = weights if self._recodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
-        tiles = choose_tiles(pairs, experts, weights, rows=taken, specialized=specialized)
+        tiles = choose_tiles(
+            pairs, experts, weights, rows=taken, specialized=specialized, boxed=self.is_boxed
+        )
         return tiles.without_tails() if invariant else tiles
 
     def _recodes_rows(self, rows: str) -> bool:

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from tokenyard.experts.fused import packing, recoding
+from tokenyard.experts.fused import boxes, packing, recoding
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK
 from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import ExpertWeights
@@ -70,6 +70,17 @@ def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
         whole = all(size % 8 == 0 for size in sizes) and (not interleaved or spec.hidden_size % 64 == 0)
         return spec.activation.gated and whole
     return has_blocks(spec)
+
+
+def can_run_boxed(spec: ExpertsSpec, device: torch.device) -> bool:
+    """Whether weights can be held box by box (`boxes`): matrices are whole boxes, and `kernels.specialized` reads them.
+
+    Gate and up must not be interleaved: a box then holds 128 lines of one of them.
+    """
+    if spec.weights not in boxes.UNITS or spec.activation.interleaved:
+        return False
+    whole = spec.hidden_size % boxes.LINES == 0 and spec.intermediate_size % boxes.LINES == 0
+    return whole and can_run_specialized(spec, device)
 
 
 def has_blocks(spec: ExpertsSpec) -> bool:

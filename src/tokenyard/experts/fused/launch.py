@@ -219,9 +219,12 @@ def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
     )  # fmt: skip
 
 
-def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
-    """Whether TMA can load these matrices: plain 16-bit ones, aligned to 16 bytes, on Hopper or later."""
-    if not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
+def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec, *, boxed: bool = False) -> bool:
+    """Whether `kernels.tma` can load these matrices: plain 16-bit ones, aligned to 16 bytes, on Hopper or later.
+
+    It reads matrices that are held line by line, not box by box.
+    """
+    if boxed or not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
         return False
     if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] < 9:
         return False
@@ -270,7 +273,7 @@ def launch_inner(
     spec, config, act = call.spec, call.tile_configs.inner, call.spec.activation
     assert isinstance(config, TileConfig)
     x, w = Rows.of(rows), Matrices.of(weights.w13)
-    if config.tma and can_use_tma(weights.w13, spec) and x.data.dtype == w.data.dtype:
+    if config.tma and can_use_tma(weights.w13, spec, boxed=call.unit > 0) and x.data.dtype == w.data.dtype:
         _tma_inner(call, x, slots_R, weights, inner, config)
         return
     out = config.out if act.gated or inner.is_numbers else config.out // 2
@@ -282,7 +285,7 @@ def launch_inner(
         block = SPLIT_BLOCK  # one block of scales at a time
     tiles = arguments.Tiles(
         triton.cdiv(spec.intermediate_size, columns), out, config.tile, config.tail, block,
-        x.width, w.width, w.stride, w.scale_width,
+        x.width, w.width, w.stride, w.scale_width, call.unit,
     )  # fmt: skip
     given = (x.given(slots_R), w.given(weights.b13), inner.given())
     launch_tiles(call, compute, config, given, call.layer(x.format, w.format, inner), tiles)
@@ -294,7 +297,7 @@ def launch_result(
     """`W2 · inner + b2`: weighted into `to.out`, or, for rows with several experts, by pair into `to.partial_sums`."""
     spec, config = call.spec, call.tile_configs.result
     assert isinstance(config, TileConfig)
-    if config.tma and inner.is_numbers and can_use_tma(weights.w2, spec):
+    if config.tma and inner.is_numbers and can_use_tma(weights.w2, spec, boxed=call.unit > 0):
         _tma_result(call, weights, inner, to, config, finalize=finalize)
         return
     w = Matrices.of(weights.w2)
@@ -303,8 +306,8 @@ def launch_result(
     out = 2 * SPLIT_BLOCK if by_rows else config.out
     across = triton.cdiv(spec.hidden_size, out)
     tiles = arguments.Tiles(
-        across, out, config.tile, config.tail, config.block, w.width, w.width, w.stride, w.scale_width
-    )
+        across, out, config.tile, config.tail, config.block, w.width, w.width, w.stride, w.scale_width, call.unit,
+    )  # fmt: skip
     layer = call.layer(decoding.PLAIN.value, w.format, inner, finalize=finalize)
     launch_tiles(call, compute, config, (None, w.given(weights.b2), inner.given(to)), layer, tiles)
 

@@ -109,15 +109,16 @@ def launch_specialized(
             first=is_first, interleaved=is_first and interleaved,
             weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize,
             powers=bool(inner.held == fp8_split.POWER_CODES), tile=config.tile, turned=turned,
-            step=128 if is_first or config.tile < 128 else 256, deep=not is_first and config.tile < 128, **activation,
+            step=128 if is_first or config.tile < 128 else 256, deep=not is_first and config.tile < 128,
+            boxed=call.unit > 0, **activation,
         )
         for is_first in (True, False)
     )  # fmt: skip
     most = max_tiles * (triton.cdiv(I, 128) + triton.cdiv(H, 128))
     specialized.specialized_products[(max(1, min(most, processors)),)](
         tma_descriptor(inner.data, min(config.tile, 64), I),
-        tma_descriptor(w13.data, 128, 2 * H if interleaved else H),
-        tma_descriptor(w2.data, 128, I),
+        tma_descriptor(w13.data, 128, call.unit or (2 * H if interleaved else H)),
+        tma_descriptor(w2.data, 128, call.unit or I),
         x.given(slots_R),
         x._replace(data=inner.data, scales=inner.given().inner_scales).given(None),
         arguments.Weights(None, w13.scales, None, None, weights.b13),

@@ -145,6 +145,7 @@ class Launch(NamedTuple):
     sorted: SortedOnDevice
     weights_RK: Tensor
     early: bool
+    unit: int = 0  # inputs of a line that a box of weights holds (`boxes`); 0: they are held line by line
 
     @property
     def options(self) -> Mapping[str, bool]:

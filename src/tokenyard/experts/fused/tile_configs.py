@@ -161,27 +161,42 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, ma
 
 
 def choose_tiles(
-    pairs: float, experts: int, weights: str, *, rows: str | None = None, specialized: bool = False
+    pairs: float,
+    experts: int,
+    weights: str,
+    *,
+    rows: str | None = None,
+    specialized: bool = False,
+    boxed: bool = False,
 ) -> TileConfigs:
     """The tiles for `pairs` pairs over `experts` experts, with weights in this format.
 
     Rows are in the format of the weights, or in `rows`. `specialized`: whether `kernels.specialized` can be used.
+    `boxed`: whether the weights are held in the order in which that kernel loads them (`boxes`).
 
     >>> choose_tiles(32, 32, "bf16").inner.tile, choose_tiles(8192, 32, "bf16").inner.tile
     (16, 128)
     >>> choose_tiles(32, 32, "fp8_block128", rows="bf16") == choose_tiles(32, 32, "fp8_block128")
     False
+    >>> [choose_tiles(32, 32, "bf16", specialized=True, boxed=boxed).specialized for boxed in (False, True)]
+    [False, True]
     """
-    inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows, specialized=specialized))
+    lines = plain_lines(weights, rows, specialized=specialized, boxed=boxed)
+    inner, result = _line_for(pairs / max(1, experts), lines)
     return TileConfigs(TileConfig(*inner), TileConfig(*result))
 
 
-def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = False) -> tile_table.Lines:
+def plain_lines(
+    weights: str, rows: str | None = None, *, specialized: bool = False, boxed: bool = False
+) -> tile_table.Lines:
     """The lines of the tile table for weights in this format, and rows in the same format or in `rows`."""
     alike = tile_table.ALIKE.get(weights, weights)
     lines = tile_table.PLAIN[alike]
     if rows is None or rows == weights:
-        return tile_table.PLAIN.get(f"{alike}, specialized", lines) if specialized else lines
+        if specialized:
+            lines = tile_table.PLAIN.get(f"{alike}, specialized", lines)
+            lines = tile_table.PLAIN.get(f"{alike}, boxed", lines) if boxed else lines
+        return lines
     return tile_table.PLAIN.get(f"{weights} for other rows", lines)
 
 

@@ -110,8 +110,7 @@ def shard_experts(
         experts = []
         for index, source in enumerate(sources):
             tell(index, len(sources))
-            taken = source.take(group.device)
-            experts.append(ShardedExperts(made, source.spec.name, taken, index=index, passes=passes))
+            experts.append(_sharded(source, made, index, passes))
             source.module.replace_by(experts[-1])  # frees the memory of experts that other ranks own
         tell(len(sources), len(sources))
         return experts
@@ -141,6 +140,12 @@ def load_sharded(
     return shard_experts(model, group, checkpoint=checkpoint, **options)
 
 
+def _sharded(source: ExpertSource, made: Plan, index: int, passes: SynchronizedPasses) -> ShardedExperts:
+    """The experts of one module. No copy of their weights outlives this call."""
+    taken = source.take(made.group.device)
+    return ShardedExperts(made, source.spec.name, taken, index=index, passes=passes)
+
+
 _never_compiled: Callable[[Function], Function] = torch.compiler.disable
 
 
@@ -154,7 +159,10 @@ class ShardedExperts(nn.Module):
         self, made: Plan, name: str, weights: ExpertWeights, *, index: int, passes: SynchronizedPasses
     ) -> None:
         super().__init__()
-        self.layer = MoELayer(made, name, weights, adopt=True)  # the layer that runs the experts
+        # Nobody else holds these weights. On a GPU they are copied even so: experts leave adopted tensors as they are,
+        # and bring their own into the order that is fastest there.
+        adopt = made.group.device.type == "cpu"
+        self.layer = MoELayer(made, name, weights, adopt=adopt)  # the layer that runs the experts
         self.index, self.passes = index, passes
         # The factor that the weights of the model's router hold.
         self._scaled_by = made.wiring(name).exchange_spec.routed_scaling

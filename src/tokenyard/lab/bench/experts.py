@@ -227,7 +227,8 @@ def measure_experts(cells: Sequence[Cell], *, kind: Kind, machine: Machine) -> I
             try:
                 if drawn is None or experts is None:
                     drawn = DrawnExperts.draw(cell.spec, device)
-                    experts = kind.experts(cell.spec, drawn.weights, adopt=True)
+                    # Copied, as a layer does: on a GPU, experts hold their own weights in another order.
+                    experts = kind.experts(cell.spec, drawn.weights, adopt=device.type == "cpu")
                 batches = draw_batches(cell, device, in_place=kind.in_place)
                 error = check_batch(experts, drawn, batches[0], str(cell))
                 works: dict[str, Work] = {"ours": stage_of(experts, batches)}

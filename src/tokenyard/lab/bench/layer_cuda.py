@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,8 +83,13 @@ def measure_layer(cells: Sequence[Cell], machine: Machine) -> Iterator[list[Reco
             if held != (cell.shape, cell.weights):
                 drawn, experts, held = [], [], None
                 give_back_memory(device)
-                drawn = [DrawnExperts.draw(cell.spec, device, seed=rank) for rank in range(cell.shape.ranks)]
-                experts = [FusedExperts(cell.spec, mine.weights, adopt=True) for mine in drawn]
+                for rank in range(cell.shape.ranks):
+                    mine = DrawnExperts.draw(cell.spec, device, seed=rank)
+                    # Copied, as a layer does: experts hold their own weights in another order. The drawn ones are not
+                    # kept, since the weights of all ranks may not fit into a GPU twice.
+                    experts.append(FusedExperts(cell.spec, mine.weights))
+                    drawn.append(replace(mine, weights=mine.weights.select([])))
+                    del mine
                 held = (cell.shape, cell.weights)
             yield _measure(cell, drawn, experts, machine)
         except Exception as error:  # ours, torch's or Triton's, which have no common base
@@ -252,7 +258,7 @@ def _check(
     y_TH = torch.zeros_like(x_TH)
     with exact_products():
         for rank, mine in enumerate(drawn):
-            local = mine.weights.w13.shape[0]
+            local = mine.spec.num_local_experts
             here = batch.ids_TK // local == rank
             mine.add_results(x_TH, torch.where(here, batch.ids_TK % local, -1), batch.weights_TK, y_TH)
     return (

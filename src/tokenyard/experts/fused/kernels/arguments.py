@@ -89,6 +89,7 @@ class Tiles(NamedTuple):
     width: int
     stride: int
     scale_width: int
+    unit: int = 0  # inputs of a line that a box of weights holds (`fused.boxes`); 0: held line by line
 
 
 @triton.jit

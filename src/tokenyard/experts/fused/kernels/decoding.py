@@ -52,10 +52,12 @@ def scaled(values, scales, N: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.conste
 def load_tile(
     data, scales, line, first, width, data_stride, scale_stride,
     FORMAT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
+    UNIT: tl.constexpr = 0,
 ):  # fmt: skip
     """Inputs `first` to `first + BLOCK` of some lines `[N]` of a matrix whose inputs end at `width`.
 
-    Inputs after the end are zero. Blocks of fp8 are returned as e4m3, not multiplied with their scales.
+    Inputs after the end are zero. Blocks of fp8 are returned as e4m3, not multiplied with their scales. If UNIT is not
+    0, the matrix is held in boxes of 128 lines × UNIT inputs (`fused.boxes`), and has no end inside of a block.
     """
     line = line.to(tl.int64)
     if (FORMAT == NVFP4) | (FORMAT == MXFP4) | (FORMAT == MXINT4):
@@ -72,7 +74,12 @@ def load_tile(
             values = e2m1_to_float32(code)
     else:
         column = first + tl.arange(0, BLOCK)
-        where = data + line[:, None] * data_stride + column[None, :]
+        if UNIT > 0:
+            tl.static_assert(EVEN)
+            offset = line // 128 * (128 * data_stride) + line % 128 * UNIT
+            where = data + offset[:, None] + (column // UNIT * (128 * UNIT) + column % UNIT)[None, :]
+        else:
+            where = data + line[:, None] * data_stride + column[None, :]
         if EVEN:
             values = tl.load(where)
         else:

@@ -169,6 +169,7 @@ def split_dot(weights, high, low, TURNED: tl.constexpr, KIND: tl.constexpr):
 def split_product(
     inner, inner_scales, place, is_row, w, w_scales, w_line, w_stride, w_scale_stride,
     I: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of an expert `[OUT]` × some rows split in two `[TILE]`, float32; weights in blocks of e4m3."""
     EVEN: tl.constexpr = I % 128 == 0
@@ -182,7 +183,7 @@ def split_product(
         later = tl.minimum(block + 1, BLOCKS - 1)
         next_by_output, next_by_row = tl.load(w_scale + later), tl.load(row_scale + later)
         weights = load_tile(w, w_scales, w_line, block * 128, W_WIDTH, w_stride, w_scale_stride,
-                            FP8_BLOCK, OUT, 128, EVEN, KIND)  # fmt: skip
+                            FP8_BLOCK, OUT, 128, EVEN, KIND, UNIT)  # fmt: skip
         high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
         part = split_dot(weights, high, low, True, KIND)
         acc += (part * by_output[:, None]) * by_row[None, :]

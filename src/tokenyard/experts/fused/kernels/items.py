@@ -41,6 +41,7 @@ class Product(NamedTuple):
     turned: tuple[int, ...]  # the rows of tiles that are turned: weights × rows
     step: int  # outputs of an item: 128 columns (gate and up) in the first product, 128 or 256 in the second
     deep: bool  # whether a stage holds 128 outputs with twice the inputs, instead of 256 outputs
+    boxed: bool  # whether the weights are held box by box (`fused.boxes`)
 
 
 class Stages(NamedTuple):

@@ -74,7 +74,7 @@ def block_product(
     x_stride, x_scale_stride, w_stride, w_scale_stride,
     INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """The product of some outputs of an expert and some rows, float32 `[OUT, TILE]`. All lines must exist."""
     EVEN: tl.constexpr = INPUTS % BLOCK == 0
@@ -98,7 +98,7 @@ def block_product(
         if ROWS == FP8_BLOCK:
             next_by_row = tl.load(x_scale + later)
         a = load_tile(w, w_scales, w_line, first, W_WIDTH, w_stride, w_scale_stride,
-                      WEIGHTS, OUT, BLOCK, EVEN, KIND)  # fmt: skip
+                      WEIGHTS, OUT, BLOCK, EVEN, KIND, UNIT)  # fmt: skip
         b = load_tile(x, x_scales, x_line, first, X_WIDTH, x_stride, x_scale_stride,
                       ROWS, TILE, BLOCK, EVEN, KIND)  # fmt: skip
         if ROWS == FP8_BLOCK:
@@ -131,7 +131,7 @@ def two_block_product(
     x, x_scales, x_line, w, w_scales, w_line,
     x_stride, x_scale_stride, w_stride, w_scale_stride,
     INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """`block_product` for rows and weights in blocks of e4m3, two adjacent blocks a step. Their number is even."""
     BLOCKS: tl.constexpr = INPUTS // 128
@@ -145,9 +145,9 @@ def two_block_product(
         next_by_output, next_by_row = tl.load(w_scale + later), tl.load(x_scale + later)
         next_other_by_output, next_other_by_row = tl.load(w_scale + later + 1), tl.load(x_scale + later + 1)
         a = load_tile(w, w_scales, w_line, block * 128, W_WIDTH, w_stride, w_scale_stride,
-                      FP8_BLOCK, OUT, 128, True, KIND)  # fmt: skip
+                      FP8_BLOCK, OUT, 128, True, KIND, UNIT)  # fmt: skip
         other_a = load_tile(w, w_scales, w_line, block * 128 + 128, W_WIDTH, w_stride, w_scale_stride,
-                            FP8_BLOCK, OUT, 128, True, KIND)  # fmt: skip
+                            FP8_BLOCK, OUT, 128, True, KIND, UNIT)  # fmt: skip
         b = load_tile(x, x_scales, x_line, block * 128, X_WIDTH, x_stride, x_scale_stride,
                       FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
         other_b = load_tile(x, x_scales, x_line, block * 128 + 128, X_WIDTH, x_stride, x_scale_stride,
@@ -214,13 +214,13 @@ def inner_tile(
         acc = two_block_product(
             rows.data, rows.scales, line, w, w_scales, output,
             rows.stride, rows.scale_stride, TILES.stride, TILES.scale_width,
-            H, TILES.rows_width, TILES.width, LAYER.kind, OUT, TILE,
+            H, TILES.rows_width, TILES.width, LAYER.kind, OUT, TILE, TILES.unit,
         )  # fmt: skip
     else:
         acc = block_product(
             rows.data, rows.scales, line, w, w_scales, output,
             rows.stride, rows.scale_stride, TILES.stride, TILES.scale_width,
-            H, TILES.rows_width, TILES.width, LAYER.rows, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block,
+            H, TILES.rows_width, TILES.width, LAYER.rows, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
         )  # fmt: skip
     if weights.global_scale is not None:
         acc *= global_scale(weights, expert, output, OUTPUTS)[:, None]
@@ -293,18 +293,18 @@ def result_tile(
         tl.static_assert(TILES.block == 128)
         acc = split_product(
             inner, inner_scales, place, is_row, w, w_scales, output, TILES.stride, TILES.scale_width,
-            I, TILES.width, LAYER.kind, OUT, TILE,
+            I, TILES.width, LAYER.kind, OUT, TILE, TILES.unit,
         )  # fmt: skip
     elif LAYER.inner != NUMBERS:
         WIDTH: tl.constexpr = (I + 127) // 128 * 128
         acc = block_product(
             inner, inner_scales, place, w, w_scales, output, WIDTH, WIDTH // 128, TILES.stride, TILES.scale_width,
-            I, WIDTH, TILES.width, FP8_BLOCK, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block,
+            I, WIDTH, TILES.width, FP8_BLOCK, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
         )  # fmt: skip
     else:
         acc = block_product(
             inner, inner, place, w, w_scales, output, I, 1, TILES.stride, TILES.scale_width,
-            I, I, TILES.width, PLAIN, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block,
+            I, I, TILES.width, PLAIN, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
         )  # fmt: skip
     if weights.global_scale is not None:
         acc *= global_scale(weights, expert, output, H)[:, None]

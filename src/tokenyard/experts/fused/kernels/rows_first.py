@@ -95,9 +95,9 @@ def rows_first_tile(
         some = load_rows(rows.data, rows.scales, line, is_row, first, TILES.rows_width, rows.stride, rows.scale_stride,
                          FORMAT, TILE, BLOCK, EVEN, KIND)  # fmt: skip
         gate_weights = load_tile(w, w_scales, gates, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                 FORMAT, COLUMNS, BLOCK, EVEN, KIND)  # fmt: skip
+                                 FORMAT, COLUMNS, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
         up_weights = load_tile(w, w_scales, ups, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                               FORMAT, COLUMNS, BLOCK, EVEN, KIND)  # fmt: skip
+                               FORMAT, COLUMNS, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
         if SCALED:
             by_row = tl.load(x_scale + first // 128)[:, None]
             gate_scale = block_scale(by_row, w_scales, first_gate, first, W_SCALE_WIDTH, LAST, GATE_EDGE)

@@ -85,9 +85,9 @@ def rows_first_result_tile(
             codes = load_rows(inner, inner_scales, place, is_row, block * 128, BLOCKS * 128, BLOCKS * 128, BLOCKS,
                               FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
         first_weights = load_tile(w, scales, first_lines, block * 128, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                 FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
+                                 FP8_BLOCK, 128, 128, EVEN, KIND, TILES.unit)  # fmt: skip
         second_weights = load_tile(w, scales, second_lines, block * 128, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                  FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
+                                  FP8_BLOCK, 128, 128, EVEN, KIND, TILES.unit)  # fmt: skip
         by_row = tl.load(row_scales + block)[:, None]
         first_scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
         if LAYER.inner == FP8_SPLIT:

@@ -2,7 +2,8 @@
 
 TMA loads the weights, and the rows of the second product, which are contiguous. The rows of the first product are
 scattered, and all threads copy them. A stage holds 128 bytes of inputs for 256 outputs, or 256 bytes of inputs for 128
-outputs (`Product.deep`).
+outputs (`Product.deep`): two boxes of 128 outputs × 128 bytes. If weights are held box by box (`Product.boxed`,
+`fused.boxes`), the TMA descriptor has lines of 128 bytes, and a box is 128 of them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,20 @@ def ask_for_weights(
         mbarrier.expect(bar1, 128 * 128, pred=wanted)
     low = stages.weights.index(stage).slice(0, 128)
     high = stages.weights.index(stage).slice(128, 128)
-    if PRODUCT.deep:
+    if PRODUCT.boxed:
+        BOXES: gl.constexpr = PRODUCT.inputs // WIDE  # beside each other
+        if PRODUCT.deep:
+            box0 = output0 * BOXES + block * 256
+            box1 = box0 + 128
+            if BOXES % 2 == 1:
+                # The box that follows the last one has other outputs. After the end of all matrices TMA loads zeros.
+                END: gl.constexpr = PRODUCT.experts * PRODUCT.outputs * BOXES
+                box1 = gl.where(gl.to_tensor(block) * 2 + 1 < BOXES, box1, END)
+        else:
+            box0, box1 = output0 * BOXES + block * 128, output1 * BOXES + block * 128
+        start_tma(w_descriptor, [box0, 0], bar, low, pred=wanted)
+        start_tma(w_descriptor, [box1, 0], bar1, high, pred=wanted)
+    elif PRODUCT.deep:
         start_tma(w_descriptor, [output0, block * (2 * WIDE)], bar, low, pred=wanted)
         start_tma(w_descriptor, [output0, block * (2 * WIDE) + WIDE], bar1, high, pred=wanted)
     else:
