@@ -149,6 +149,31 @@ def test_kernels_read_boxes_with_the_same_bits(case, changes, tiles, boxed_on_a_
     assert same_bits(check_case(case, experts), plain(case.received()).rows_RH)
 
 
+@pytest.mark.parametrize(
+    ("case", "rows", "decodes"),
+    [(NUMBERS, "mxfp8", True), (NUMBERS, "fp8_block128", False), (LAYERS["fp16"], "mxfp8", False)],
+    ids=["bf16, rows of mxfp8", "bf16, rows of fp8", "fp16, rows of mxfp8"],
+)
+def test_rows_of_mxfp8_are_decoded_for_boxes_of_bf16(case, rows, decodes, boxed_on_a_cpu, monkeypatch):
+    """So that specialized warps can multiply them, with the numbers that the kernels for lines decode."""
+    case, decoded, decode = replace(case, rows=rows, R=30), [], launch.launch_decoded_rows
+
+    def noted(*given, **options):
+        decoded.append(decode(*given, **options))
+        return decoded[-1]
+
+    monkeypatch.setattr(launch, "launch_decoded_rows", noted)
+    experts, plain = FusedExperts(case.spec, case.held), in_lines(case)
+    y_RH = check_case(case, experts)
+    assert same_bits(y_RH, plain(case.received()).rows_RH)
+    assert bool(decoded) == decodes
+    if decodes:
+        assert torch.equal(decoded[0].payloads["data"], case.received().rows.decode(torch.bfloat16))
+    monkeypatch.setattr("tokenyard.experts.fused.experts.can_run_specialized", lambda *_: True)
+    assert experts.choose_tiles(100, rows).specialized == decodes
+    assert not plain.choose_tiles(100, rows).specialized
+
+
 def test_few_rows_of_boxed_numbers_take_specialized_warps():
     for weights in ("bf16", "fp16", "fp8_block128"):
         for pairs in (1, 8, 12):

@@ -164,6 +164,8 @@ class FusedExperts(KernelWeights):
                 else:
                     if self._recodes_rows(rows.format.name):
                         rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
+                    elif self._decodes_rows(rows.format.name):
+                        rows, slots_R = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early), None
                     weights = self._seen_by_kernels()
                     wanted = tiles.specialized and can_run_specialized(spec, device)
                     if wanted and launch_hopper.can_specialize(rows, weights):
@@ -199,7 +201,7 @@ class FusedExperts(KernelWeights):
             expands = self.expands and self.is_expandable and in_codes
             codes = self.has_codes and in_codes
             return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes)
-        taken = weights if self._recodes_rows(rows) else rows
+        taken = weights if self._recodes_rows(rows) or self._decodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
         tiles = choose_tiles(
             pairs, experts, weights, rows=taken, specialized=specialized, boxed=self.is_boxed
@@ -209,6 +211,13 @@ class FusedExperts(KernelWeights):
     def _recodes_rows(self, rows: str) -> bool:
         """Whether rows of this format are recoded to blocks of e4m3, because the weights are such blocks."""
         return self.is_recoded and rows == "mxfp8"
+
+    def _decodes_rows(self, rows: str) -> bool:
+        """Whether rows of this format are decoded to bf16 before the products, which is exact.
+
+        Specialized warps multiply rows in the format of the weights, and boxes are for them.
+        """
+        return self.is_boxed and self.spec.weights == "bf16" and rows == "mxfp8"
 
     def _rows(self, received: ReceivedRows) -> tuple[EncodedRows, Tensor | None]:
         """The rows in a format that the kernels read, and the slot of each row, if they are in a workspace."""
