@@ -70,7 +70,8 @@ PLAIN: dict[str, Lines] = {
 }
 # Boxed weights with few rows are faster with specialized warps, too; rows that these cannot load have the plain tiles.
 # Specialized with boxes, specialized without, and plain: V4-Flash's experts with 8 tokens a rank took 282.8, 292.7 and
-# 294.6 µs, V4-Pro's 871.4 with boxes and 892.1 plain. From 2 to 12 rows per expert nothing was measured.
+# 294.6 µs, V4-Pro's 871.4 with boxes and 892.1 plain. A's with 8 rows each took 1.03 times their floor with boxes, and
+# 1.06 times it plain, on different GPUs.
 PLAIN["bf16, boxed"] = (
     (12, (64, 16, 128, 4, 5, 0, False, False, True), (128, 16, 128, 8, 3, 0, False, False, True)),
     *PLAIN["bf16, specialized"][1:],
@@ -90,7 +91,7 @@ CODES = ((109, (2, 4)), (154, (3, 4)), (272, (4, 4)))
 
 # The rows per expert above which, and up to which, `kernels.packed_numbers` multiplies packed weights with bf16 rows;
 # then the fields of `NumbersTileConfig`: groups, units, widths, stages. C's with 32 rows each took 688 µs this way, 711
-# to 851 with other groups, and 804 by the tiles of `PACKED`. More rows, and other formats, were not timed.
+# to 851 with other groups, and 804 by the tiles of `PACKED`. With fewer rows, and in other formats, it was slower.
 NUMBERS: dict[str, tuple[float, float, tuple[Any, ...]]] = {
     "mxfp4": (28, 40, (3, 2, ((16, 0), (32, 0), (64, 0)), 5)),
 }
