@@ -11,6 +11,7 @@ from tests.cli.runner import call, call_json
 from tokenyard.cli.machine import git_commit
 from tokenyard.lab.bench.machine_rates import Rates
 from tokenyard.lab.bench.records import Document, Record, Spread
+from tokenyard.lab.bench.shapes import CASES, MODELS
 
 TINY = ["--tokens", 4, "--hidden-size", 256, "--seconds", 0.001]
 MEASURED = Record(
@@ -32,6 +33,12 @@ def test_encode_saves_what_it_prints(tmp_path):
     rows = [tuple(record["parameters"].values()) for record in found["results"]]
     assert rows[0] == (4, "fp8_block128")
     assert {tokens for tokens, _ in rows} == {4, 8}
+
+
+@pytest.mark.parametrize(("command", "cases"), [("experts", CASES), ("layer", MODELS)])
+def test_help_names_every_case(command, cases):
+    words = call("bench", command, "--help").stdout.replace(",", " ").replace(":", " ").split()
+    assert set(cases) <= set(words)
 
 
 def test_encode_shows_a_table_and_a_sign_of_life():

@@ -67,7 +67,9 @@ def experts(
     weights: list[str] | None = dependent(
         "experts", "weights", f"The format of the weights, bf16 or quantized; {_SEVERAL}", min=None
     ),
-    cells: str | None = option(None, "With --device cuda: A, B and C (several with commas).", shown="all"),
+    cells: str | None = option(
+        None, "With --device cuda: A, B, C, D, FLASH, PRO and V3 (several with commas).", shown="all"
+    ),
     device: str = option("cpu", "cpu: grouped experts. cuda: fused experts, on the shapes of --cells."),
     out: Path | None = OUT_FILE,
     plot: Path | None = PLOT_FILE,
