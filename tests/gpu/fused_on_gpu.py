@@ -24,6 +24,7 @@ CODES = FusedCase(
     R=700,
     device="cuda",
 )
+# More than one column of 256 outputs, and of several tiles the last has few rows.
 NUMBERS = FusedCase(H=512, I=256, L=4, K=2, R=700, device="cuda")
 # Packed weights that can be expanded to blocks of e4m3.
 EXPANDED = replace(CODES, weights="mxfp4", rows="mxfp8")

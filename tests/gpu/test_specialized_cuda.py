@@ -62,9 +62,6 @@ def test_warps_that_load_and_warps_that_multiply(changes, tile, specialized_laun
     assert (plain_RH - y_RH).norm() <= 2**-7 * y_RH.norm()
 
 
-# More than one column of 256 outputs, and of several tiles the last has few rows.
-
-
 SPECIALIZED_NUMBERS = {
     "several tiles": {},
     "no size is a multiple of 64": {"H": 328, "I": 200, "bias": True},

@@ -147,10 +147,8 @@ def launch_row_blocks(
         payloads=format.empty_payloads(num_rows, hidden_size, device),
     )
     data, scales = rows.payloads["data"], rows.payloads["scales"]
-    columns, at_a_time = (
-        min(1024, triton.next_power_of_2(format.padded_size(hidden_size))),
-        rows_at_a_time(num_rows),
-    )
+    columns = min(1024, triton.next_power_of_2(format.padded_size(hidden_size)))
+    at_a_time = rows_at_a_time(num_rows)
     items = triton.cdiv(num_rows, at_a_time) * triton.cdiv(hidden_size, columns)
     row_blocks.recode_rows[(blocks_for(items, device),)](
         data, scales, data if slots_R is None else slots_R,
