@@ -55,7 +55,7 @@ def packed_kernel(kind, spans, first, widths, groups, warps=8):
         INPUTS=264, WIDTH=384, LINES=256, COLUMNS=264, TOP_K=4, KIND=kind, SPANS=spans, WIDTHS=widths,
         FIRST=first, INTERLEAVED=first, HAS_SLOTS=True, HAS_GLOBAL=spans == 4, HAS_BIAS=True, WEIGHTED=True,
         FINALIZE=True, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
-        EARLY=True, num_warps=warps,
+        BEFORE=arguments.Counted(2, 4, 3), EARLY=True, num_warps=warps,
     ), warps, GluonASTSource, {"scales": "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"})
 
 def product(compute, layer, tiles, rows, weights, results, warps=4, descriptors=()):
@@ -92,7 +92,8 @@ def plain_kernels():
             arguments.Rows("*u8", "*fp8e4nv", "*fp32", "*i64", "i32", "i32", "i32"),
             arguments.Weights("*u8", "*fp8e4nv", "*fp32", "*fp32", "*bf16"), first)
     compiled(fp8_split.round_numbers, dict(
-        inner_scales=None, I=264, ROWS=1, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
+        inner_scales=None, I=264, TILE=16, ITEMS=0, ROWS=1, COLUMNS=512, POWERS=True, EARLY=True), 4,
+        kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, ROWS=16,
         EARLY=True), 4)
@@ -194,14 +195,16 @@ def packed_codes_kernel(first, runs, activation=0):
         kind=1, spans=2, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
         interleaved=first, weighted=True,
         finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
-    constants = dict(PRODUCT=product, RUNS=runs, STAGES=4, EARLY=True, num_warps=4)
+    constants = dict(
+        PRODUCT=product, BEFORE=arguments.Counted(3, 4, 1), RUNS=runs, STAGES=4, EARLY=True, num_warps=4)
     grouped_kernel(packed_codes.packed_codes_product, groups, constants, others)
 
 def kernels_of_packed_codes():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
     sizes = dict(H=264, TOP_K=4, HAS_SLOTS=True, ROWS=4, COLUMNS=512, EARLY=True)
     compiled(row_blocks.place_rows, sizes, 4, kinds=kinds)
-    compiled(fp8_split.round_numbers, dict(I=264, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(
+    sizes = dict(I=264, TILE=256, ITEMS=3, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True)
+    compiled(fp8_split.round_numbers, sizes, 4, kinds=dict(
         numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
     packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
     packed_codes_kernel(False, 1)
@@ -222,7 +225,7 @@ def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=
     product = packed.PackedProduct(
         kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
         interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
-    constants = dict(PRODUCT=product, TILES=packed_numbers.Tiles(groups, units, widths, run, 3),
+    constants = dict(PRODUCT=product, BEFORE=arguments.Counted(2), TILES=packed_numbers.Tiles(groups, units, widths, run, 3),
                      EARLY=True, num_warps=4)
     grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
 

@@ -139,7 +139,7 @@ def test_numbers_are_rounded_to_those_of_codes(columns, powers, at_a_time):
     )
     wide = max(128, min(1024, triton.next_power_of_2(columns)))
     fp8_split.round_numbers[(2,)](
-        given, inner, None, tiles, how_many.int(), 3, 9, columns, at_a_time, wide, powers, False
+        given, inner, None, tiles, how_many.int(), 3, 9, columns, 6, 0, at_a_time, wide, powers, False
     )
     encoded = Fp8Block128(power_of_two_scales=powers).encode(given)
     expected = encoded.decode()
@@ -150,7 +150,7 @@ def test_numbers_are_rounded_to_those_of_codes(columns, powers, at_a_time):
     blocks = -(-columns // 128)
     codes, scales = torch.zeros(9, 128 * blocks, dtype=torch.float8_e4m3fn), torch.full((blocks, 9), 7.0)
     fp8_split.round_numbers[(2,)](
-        given, codes, scales, tiles, how_many.int(), 3, 9, columns, at_a_time, wide, powers, False
+        given, codes, scales, tiles, how_many.int(), 3, 9, columns, 6, 0, at_a_time, wide, powers, False
     )
     found = torch.empty_like(codes.view(torch.uint8))
     found[:, packing.code_order(128 * blocks)] = codes.view(torch.uint8)

@@ -201,20 +201,25 @@ def before_rounding(spec: ExpertsSpec, inner: Inner) -> Inner:
     return inner._replace(data=torch.empty_like(inner.data, dtype=torch.float32))
 
 
-def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
-    """Round the numbers between the products to the layer's inner format, if it has one, or encode them in it."""
+def launch_rounding(call: Launch, numbers: Inner, inner: Inner, items: int = 0) -> arguments.Counted:
+    """Round the numbers between the products to the layer's inner format, if it has one, or encode them in it.
+
+    The first product counts `items` items for each tile, or none. Returns what is counted when a tile's rows are there.
+    """
     if numbers is inner:
-        return
+        return arguments.Counted(items)
     assert isinstance(call.spec.inner, Fp8Block128), call.spec.inner
     columns, at_a_time = call.spec.intermediate_size, rows_at_a_time(inner.data.shape[0])
     wide = max(SPLIT_BLOCK, min(1024, triton.next_power_of_2(columns)))
-    items = triton.cdiv(inner.data.shape[0], at_a_time) * triton.cdiv(columns, wide)
-    fp8_split.round_numbers[(blocks_for(items, inner.data.device),)](
+    across, tile = triton.cdiv(columns, wide), call.tile_configs.inner.tile
+    parts = call.sorted.max_tiles * triton.cdiv(tile, at_a_time) * across
+    fp8_split.round_numbers[(blocks_for(parts, inner.data.device),)](
         numbers.data, inner.data, inner.given().inner_scales,
         call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, inner.data.shape[0],
-        I=columns, ROWS=at_a_time, COLUMNS=wide, POWERS=call.spec.inner.power_of_two_scales, EARLY=call.early,
-        num_warps=4, **call.options,
+        I=columns, TILE=tile, ITEMS=items, ROWS=at_a_time, COLUMNS=wide, POWERS=call.spec.inner.power_of_two_scales,
+        EARLY=call.early, num_warps=4, **call.options,
     )  # fmt: skip
+    return arguments.Counted(items, at_a_time, across)
 
 
 def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec, *, boxed: bool = False) -> bool:

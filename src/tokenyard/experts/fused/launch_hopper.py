@@ -157,6 +157,7 @@ def launch_packed_codes(
     processors = torch.cuda.get_device_properties(inner.data.device).multi_processor_count
     places = len(inner.data)
     numbers = inner._replace(data=inner.scales.new_empty(places, spec.intermediate_size))
+    before = arguments.Counted(0)
     for is_first in (True, False):
         w, bias, largest = (
             (weights.w13, weights.b13, weights.largest13)
@@ -165,8 +166,8 @@ def launch_packed_codes(
         )
         product = _packed_product(call, w, is_first=is_first, finalize=finalize)
         codes, scales = rows if is_first else (inner.data, inner.scales)
-        items = call.sorted.max_tiles * triton.cdiv(product.lines, 128)
-        packed_codes.packed_codes_product[(max(1, min(items, processors)),)](
+        across = triton.cdiv(product.lines, 128)
+        packed_codes.packed_codes_product[(max(1, min(call.sorted.max_tiles * across, processors)),)](
             tma_descriptor(codes, 64, product.width),
             tma_descriptor(w.words, 32, 32),
             scales,
@@ -174,10 +175,11 @@ def launch_packed_codes(
             packed_codes.PackedWeights(w.scales.view(torch.int16), largest, bias),
             call.routes,
             (numbers if is_first else inner).given(to),
-            PRODUCT=product, RUNS=config.runs, STAGES=config.stages, EARLY=call.early, num_warps=4, **call.options,
+            PRODUCT=product, BEFORE=before, RUNS=config.runs, STAGES=config.stages, EARLY=call.early, num_warps=4,
+            **call.options,
         )  # fmt: skip
         if is_first:
-            launch_rounding(call, numbers, inner)
+            before = launch_rounding(call, numbers, inner, across)
 
 
 def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool, finalize: bool) -> PackedProduct:
@@ -213,7 +215,7 @@ def launch_packed(
     finalize: bool,
 ) -> None:
     """Launch both products with packed weights and plain rows, each with the kernel of its tile configuration."""
-    numbers = before_rounding(call.spec, inner)
+    numbers, before = before_rounding(call.spec, inner), arguments.Counted(0)
     for is_first in (True, False):
         config = call.tile_configs.inner if is_first else call.tile_configs.result
         matrix, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
@@ -222,26 +224,26 @@ def launch_packed(
         results = (numbers if is_first else inner).given(to)
         product = _packed_product(call, matrix, is_first=is_first, finalize=finalize)
         if isinstance(config, NumbersTileConfig):
-            _launch_numbers(call, config, product, matrix, bias, rows, results)
+            items = _launch_numbers(call, config, product, matrix, bias, rows, results, before)
         else:
             assert isinstance(config, PackedTileConfig)
-            _launch_tiles(call, config, product, matrix, bias, rows, results)
+            items = _launch_tiles(call, config, product, matrix, bias, rows, results, before)
         if is_first:
-            launch_rounding(call, numbers, inner)
+            before = launch_rounding(call, numbers, inner, items)
 
 
 def _launch_tiles(
     call: Launch, config: PackedTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
-    rows: arguments.Rows, results: arguments.Results,
-) -> None:  # fmt: skip
-    """Launch one product with a block for each tile (`kernels.packed`)."""
+    rows: arguments.Rows, results: arguments.Results, before: arguments.Counted,
+) -> int:  # fmt: skip
+    """Launch one product with a block for each item (`kernels.packed`); returns how many items a tile has."""
     from tokenyard.experts.fused.kernels import packed
 
     nothing, is_first = call.sorted.order_N, product.first
     y, slots = (results.inner, rows.slots_R) if is_first else (results.out, results.out_slots_R)
     registers = {} if config.registers is None else {"maxnreg": config.registers}
-    has_global = w.global_scale is not None
-    packed.packed_product[(triton.cdiv(product.lines, config.out * config.groups), call.sorted.max_tiles)](
+    has_global, across = w.global_scale is not None, triton.cdiv(product.lines, config.out * config.groups)
+    packed.packed_product[(across, call.sorted.max_tiles)](
         rows.data, nothing if slots is None else slots, w.words, _decoded_scales(w),
         w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
         nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, results.partial_sums,
@@ -251,22 +253,23 @@ def _launch_tiles(
         INTERLEAVED=call.spec.activation.interleaved, HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global,
         HAS_BIAS=bias is not None, WEIGHTED=product.weighted, FINALIZE=product.finalize,
         **activation_constants(call.spec),
-        GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, EARLY=call.early,
+        GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, BEFORE=before, EARLY=call.early,
         num_warps=config.warps, **registers, **call.options,
     )  # fmt: skip
+    return across
 
 
 def _launch_numbers(
     call: Launch, config: NumbersTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
-    rows: arguments.Rows, results: arguments.Results,
-) -> None:  # fmt: skip
-    """Launch one product with specialized warps (`kernels.packed_numbers`)."""
+    rows: arguments.Rows, results: arguments.Results, before: arguments.Counted,
+) -> int:  # fmt: skip
+    """Launch one product with specialized warps (`kernels.packed_numbers`); returns how many items a tile has."""
     from tokenyard.experts.fused.kernels import packed_numbers
 
     processors = torch.cuda.get_device_properties(rows.data.device).multi_processor_count
-    items = call.sorted.max_tiles * triton.cdiv(product.lines, 64 * config.units * config.groups)
+    across = triton.cdiv(product.lines, 64 * config.units * config.groups)
     w_descriptor = tma_descriptor(w.words, 32, 32)
-    packed_numbers.packed_numbers_product[(max(1, min(items, processors)),)](
+    packed_numbers.packed_numbers_product[(max(1, min(call.sorted.max_tiles * across, processors)),)](
         w_descriptor if product.first else tma_descriptor(rows.data, config.run, product.inputs),
         w_descriptor,
         rows,
@@ -274,9 +277,11 @@ def _launch_numbers(
         call.routes,
         results,
         PRODUCT=product,
+        BEFORE=before,
         TILES=packed_numbers.Tiles(config.groups, config.units, config.widths, config.run, config.stages),
         EARLY=call.early, num_warps=4, **call.options,
     )  # fmt: skip
+    return across
 
 
 def _decoded_scales(w: PackedMatrix) -> Tensor:

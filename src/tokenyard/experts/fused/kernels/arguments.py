@@ -56,6 +56,34 @@ class Results(NamedTuple):
     out_stride: Any
 
 
+# Instructions that wait until a counter ($1) has reached a number ($2); each thread sees then what was counted. While
+# blocks wait they read the counter every tenth of a microsecond, without the fence, which would empty a cache.
+AWAIT = tl.constexpr("""{
+.reg .pred enough;
+.reg .s32 found;
+again:
+ld.relaxed.gpu.global.s32 found, [$1];
+setp.ge.s32 enough, found, $2;
+@enough bra done;
+nanosleep.u32 100;
+bra again;
+done:
+fence.acq_rel.gpu;
+mov.u32 $0, 0;
+}""")
+
+
+class Counted(NamedTuple):
+    """What has been counted for a tile when its rows between the products are there: items of the kernels before.
+
+    That is `items` of the first product, and, for every `rows` rows of the tile, `parts` of `fp8_split.round_numbers`.
+    """
+
+    items: int
+    rows: int = 1
+    parts: int = 0
+
+
 class Layer(NamedTuple):
     """The compile-time constants of both products: sizes, formats, activation, and how `inner` is held."""
 

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenyard.experts.fused.kernels.arguments import AWAIT
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.row_blocks import permute_inputs, places_of
+from tokenyard.experts.fused.kernels.row_blocks import permute_inputs
 
 # How `inner` is held: as numbers of its own dtype, as pairs of e4m3 numbers, as codes, or as codes with scales that are
 # powers of two.
@@ -95,40 +96,63 @@ def store_inner(
     tl.store(inner_scales + place * (WIDTH // 128) + column, scale, mask=is_row)
 
 
+@triton.jit
+def await_items(counter, ITEMS: tl.constexpr):
+    """Wait until ITEMS items of a tile are counted; what they stored is then visible."""
+    enough = tl.full([], ITEMS, tl.int32)
+    tl.inline_asm_elementwise(AWAIT, "=r,l,r", [counter, enough], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["how_many", "max_tiles", "num_places"])
 def round_numbers(
     numbers, inner, inner_scales, tiles, how_many, max_tiles, num_places,
-    I: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
+    I: tl.constexpr, TILE: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    POWERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Round the numbers between the products to the values of their codes, and store them in `inner`.
 
-    If `inner_scales` is given, store codes and scales instead, in the order that `kernels.packed_codes` reads.
+    If `inner_scales` is given, store codes and scales instead, in the order that `kernels.packed_codes` reads. An item
+    is ROWS rows of a tile × COLUMNS columns. It waits until ITEMS items of the first product are counted for its tile,
+    and is counted itself. With ITEMS = 0 nothing is counted, and all blocks wait for the kernel before.
     """
-    if EARLY:
+    if EARLY and ITEMS == 0:
         gdc_launch_dependents()  # the second product loads weights meanwhile, and waits for this kernel before its rows
         gdc_wait()
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = (I + 127) // 128
-    places = places_of(tiles, how_many, max_tiles)
-    for item in range(tl.program_id(0), tl.cdiv(places, ROWS) * ACROSS, tl.num_programs(0)):
-        place = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        there = (place < places) & (column < I)
-        value = tl.load(numbers + place * I + column, mask=there, other=0.0)
-        code, scale = quantize(tl.reshape(value, [ROWS * COLUMNS // 128, 128]), 1, POWERS)
-        if inner_scales is None:
-            value = tl.reshape(code.to(tl.float32) * scale[:, None], [ROWS, COLUMNS])
-            tl.store(inner + place * I + column, value.to(inner.dtype.element_ty), mask=there)
-        else:
-            code = permute_inputs(tl.reshape(code, [ROWS, COLUMNS]))
-            tl.store(
-                inner + place * (128 * BLOCKS) + column, code, mask=(place < places) & (column < 128 * BLOCKS)
-            )
-            block = item % ACROSS * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
-            scale = tl.reshape(scale, [ROWS, COLUMNS // 128])
-            tl.store(
-                inner_scales + block * num_places + place, scale, mask=(place < places) & (block < BLOCKS)
-            )
+    PARTS: tl.constexpr = (TILE + ROWS - 1) // ROWS * ACROSS
+    total = tl.load(how_many) * PARTS
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        tile, part = item // PARTS, item % PARTS
+        start, count = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+        if EARLY and ITEMS > 0:
+            # Only now, so that the kernel after, which waits for counters alone, does not end before a block of this one.
+            if item + tl.num_programs(0) >= total:
+                gdc_launch_dependents()
+        row = part // ACROSS * ROWS + tl.arange(0, ROWS)[:, None]
+        if part // ACROSS * ROWS < count:
+            if ITEMS > 0:
+                counter = tiles + 5 * max_tiles + tile
+                await_items(counter, ITEMS)
+            place = (start + row).to(tl.int64)
+            column = part % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            is_row = row < count
+            there = is_row & (column < I)
+            value = tl.load(numbers + place * I + column, mask=there, other=0.0)
+            code, scale = quantize(tl.reshape(value, [ROWS * COLUMNS // 128, 128]), 1, POWERS)
+            if inner_scales is None:
+                value = tl.reshape(code.to(tl.float32) * scale[:, None], [ROWS, COLUMNS])
+                tl.store(inner + place * I + column, value.to(inner.dtype.element_ty), mask=there)
+            else:
+                code = permute_inputs(tl.reshape(code, [ROWS, COLUMNS]))
+                where = inner + place * (128 * BLOCKS) + column
+                tl.store(where, code, mask=is_row & (column < 128 * BLOCKS))
+                block = part % ACROSS * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
+                scale = tl.reshape(scale, [ROWS, COLUMNS // 128])
+                tl.store(inner_scales + block * num_places + place, scale, mask=is_row & (block < BLOCKS))
+            if ITEMS > 0:
+                tl.debug_barrier()
+                tl.atomic_add(tiles + 5 * max_tiles + tile, 1, sem="release")
 
 
 @triton.jit

@@ -4,9 +4,11 @@ An item is a tile of rows × some of the outputs. The loading warps of a block t
 they load the data of the current one, and pass its number to the multiplying warps through shared memory.
 
 `take_item` and `hear_item` serve launches of one product. If a launch computes both products, the items of the second
-follow those of the first (`place_of`), and a counter per tile says how many items of the first product are stored
-(`count_item`). Before warps load the rows of a tile for the second product, they wait for this counter (`await_tile`),
-and for nothing else.
+follow those of the first (`place_of`).
+
+A counter per tile says how many items of the first product are stored (`count_item`). Before warps load the rows of a
+tile for the second product, they wait for this counter (`await_items`), and for nothing else. So blocks that find no
+item of the first product begin with the second, in the same launch or in the next one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tokenyard.experts.fused.kernels.arguments import AWAIT
 
 # Newer versions of Triton have another name for it.
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -180,25 +184,36 @@ def hear_place(stages, slot, phase):
 
 
 @gluon.jit
+def enough_for(count, BEFORE: gl.constexpr):
+    """How many items are counted for a tile of `count` rows when all of its rows are there; BEFORE is a `Counted`."""
+    return BEFORE.items + (count + (BEFORE.rows - 1)) // BEFORE.rows * BEFORE.parts
+
+
+@gluon.jit
+def counter_of(routes, tile):
+    """Where the finished items of a tile are counted; the sort has set this counter to zero."""
+    return routes.tiles + 5 * routes.max_tiles + tile
+
+
+@gluon.jit
 def count_item(routes, stages, tile, slot, phase):
     """Wait until both groups have stored an item of the first product, and count it for its tile.
 
     The loading warps do this, so that multiplying warps need not wait until the stores are visible to the whole GPU.
-    The sort has set the counter to zero.
     """
     mbarrier.wait(stages.stored.index(slot), phase)
-    gl.atomic_add(routes.tiles + 5 * routes.max_tiles + tile, 1, sem="release")
+    gl.atomic_add(counter_of(routes, tile), 1, sem="release")
 
 
 @gluon.jit
-def await_tile(routes, tile, ITEMS: gl.constexpr):
-    """Wait until all items of a tile of the first product are stored, and visible to TMA.
+def await_items(counter, enough):
+    """Wait until `enough` items of a tile are counted. What they stored is then visible, also to TMA.
 
-    There is no deadlock: items are taken in order, those of the first product before those of the second, and only by
-    running blocks. So every item that is waited for belongs to a block that runs, and that does not wait itself.
+    There is no deadlock. If a launch computes both products, items are taken in order, those of the first product
+    before those of the second, and only by running blocks. So every item that is waited for belongs to a block that
+    runs, and that does not wait itself. If each product has a launch, a launch begins only when all blocks of the one
+    before run, or have ended.
     """
-    counter = routes.tiles + 5 * routes.max_tiles + tile
-    found = gl.atomic_add(counter, 0, sem="acquire")
-    while found < ITEMS:
-        found = gl.atomic_add(counter, 0, sem="acquire")
+    enough = gl.to_tensor(enough)
+    gl.inline_asm_elementwise(AWAIT, "=r,l,r", [counter, enough], dtype=gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

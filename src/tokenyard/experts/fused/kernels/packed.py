@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from tokenyard.experts.fused import packing
+from tokenyard.experts.fused.kernels.items import await_items, enough_for
 from tokenyard.experts.fused.kernels.unpacking import INT4, decode
 
 # Newer versions of Triton have other names for them.
@@ -262,14 +263,14 @@ def finish_rows(
 
 @gluon.jit
 def tile_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, partial_sums,
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, partial_sums, counter,
     expert, block, start, count, x_stride, y_stride,
     INPUTS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
     KIND: gl.constexpr, SPANS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
     HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BEFORE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile: 16 · WARPS · GROUPS outputs × up to N0 + N1 rows."""
     STEPS: gl.constexpr = WIDTH // 128
@@ -283,9 +284,8 @@ def tile_product(
     held = ()
     for d in gl.static_range(AHEAD):
         held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), KIND, GROUPS, WIDTH, WARPS)
-    if EARLY:
-        if not FIRST:
-            depends("wait")  # the weights do not depend on the kernel before, the rows do
+    if not FIRST:  # the weights do not depend on the kernels before, the rows do
+        await_items(counter, enough_for(count, BEFORE))
     buffers = ()
     for i in gl.static_range(2 * STAGES):
         for b in gl.static_range(NB):
@@ -370,21 +370,27 @@ def packed_product(
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
     HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BEFORE: gl.constexpr, EARLY: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts: the first gathers rows and stores activations by place, the second delivers."""
+    """One product of all experts: the first gathers rows and stores activations by place, the second delivers.
+
+    The second waits for the rows of its tile (BEFORE, a `Counted`), not for the kernels before.
+    """
     if EARLY:
         if FIRST:
             depends("wait")
-        depends("launch_dependents")
     block, tile = gl.program_id(0), gl.program_id(1)
-    # The second product has not waited yet, but the kernel before it has waited for the sort, so its output is there.
+    # When the second product starts, all blocks of the first have waited for the sort, so its output is there.
     # All loads start at once; after the last tile they give arbitrary values.
     expert = gl.load(tiles + tile)
     start = gl.load(tiles + max_tiles + tile)
     count = gl.load(tiles + 2 * max_tiles + tile)
     if tile >= gl.load(how_many):
         return
+    if EARLY:  # not before a block without a tile has ended, because nobody waits for its item
+        depends("launch_dependents")
+    counter = tiles + 5 * max_tiles + tile
     u0 = expert.to(gl.int64) * (LINES // 64) + block * (num_warps // 4 * GROUPS)
     E: gl.constexpr = scale_elements(KIND)
     for v in gl.static_range(len(WIDTHS)):
@@ -393,9 +399,12 @@ def packed_product(
         ):
             tile_product(
                 x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * 32 * E), divisors, factors,
-                bias, weights_N, y, order_N, partial_sums,
+                bias, weights_N, y, order_N, partial_sums, counter,
                 expert, block, start, count, x_stride, y_stride,
                 INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
                 FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
-                ACTIVATION, LIMIT, ALPHA, SHIFT, GROUPS, AHEAD, STAGES, EARLY, num_warps,
+                ACTIVATION, LIMIT, ALPHA, SHIFT, GROUPS, AHEAD, STAGES, BEFORE, num_warps,
             )  # fmt: skip
+    if FIRST:
+        meet()
+        gl.atomic_add(counter, 1, sem="release")

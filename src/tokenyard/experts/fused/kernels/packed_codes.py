@@ -26,7 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenyard.experts.fused import packing
-from tokenyard.experts.fused.kernels.items import hear_item, next_stage, take_item, tile_of
+from tokenyard.experts.fused.kernels.items import (
+    await_items,
+    count_item,
+    counter_of,
+    enough_for,
+    hear_item,
+    next_stage,
+    synchronize,
+    take_item,
+    tile_of,
+)
 from tokenyard.experts.fused.kernels.packed import depends, finish_rows, start_copy, sums_layout
 from tokenyard.experts.fused.kernels.specialized_loads import start_tma
 from tokenyard.experts.fused.kernels.unpacking import code_operand, decode_codes
@@ -61,14 +71,20 @@ class Stages(NamedTuple):
     items: Any  # items that were taken: a ring of two
     told: Any
     heard: Any
+    stored: Any  # barriers that both groups have stored an item: a ring of two
 
 
 @gluon.jit
 def load_stages(
-    x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, stages,
-    PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr,
+    x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, tiles, stages,
+    PRODUCT: gl.constexpr, BEFORE: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load rows and words by TMA, and scales by copies, 128 inputs a stage, for all items of this block."""
+    """Load rows and words by TMA, and scales by copies, 128 inputs a stage, for all items of this block.
+
+    In the second product wait for the rows of each tile. In the first count each item when the next one is multiplied.
+    """
+    # The step in which the first stage of an item is free again, so both groups have stored the previous item.
+    COUNT: gl.constexpr = min(STAGES, PRODUCT.width // 128 - 1)
     STEPS: gl.constexpr = PRODUCT.width // 128
     ACROSS: gl.constexpr = (PRODUCT.lines + 127) // 128
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -78,21 +94,27 @@ def load_stages(
     v = gl.arange(0, 64 * (4 if RUNS == 3 else RUNS), layout=ONE)
     pair = gl.arange(0, 32, layout=gl.SliceLayout(1, PAIR))[:, None] * 4
     pair += gl.arange(0, 4, layout=gl.SliceLayout(0, PAIR))[None, :]
-    items = gl.load(routes.how_many) * ACROSS
+    items = tiles * ACROSS
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
-    expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
+    expert, start, count, column, tile = tile_of(routes, item, items, ACROSS)
+    uncounted = gl.to_tensor(-1)  # the tile of the previous item of the first product
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
+        next_expert, next_start, next_count, next_column, next_tile = tile_of(routes, item, items, ACROSS)
+        if not PRODUCT.first:
+            await_items(counter_of(routes, tile), enough_for(count, BEFORE))
         runs = (count + 63) // 64
         row_scale = row_scales + start + v
         unit = expert * (PRODUCT.lines // 64) + column * 2
         scales = weights.scales + unit.to(gl.int64) * (STEPS * 128)
         for step in range(STEPS):
             mbarrier.wait(stages.empty.index(stage), phase)
+            if PRODUCT.first:
+                if (step == COUNT) & (uncounted >= 0):
+                    count_item(routes, stages, uncounted, slot, slot_phase)
             bar = stages.full.index(stage)
             for n in gl.static_range(RUNS):
                 mbarrier.expect(bar, 8192 * (n + 2), pred=runs == n + 1)
@@ -107,7 +129,12 @@ def load_stages(
             start_copy(stages.row_scales.index(stage), row_scale + step * scale_stride, mask=v < count)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
-        expert, start, count, column = next_expert, next_start, next_count, next_column
+        uncounted = tile
+        expert, start, count, column, tile = next_expert, next_start, next_count, next_column, next_tile
+    if PRODUCT.first:
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
+        if uncounted >= 0:
+            count_item(routes, stages, uncounted, slot, slot_phase)
 
 
 @gluon.jit
@@ -223,14 +250,14 @@ def finish_codes(
 
 @gluon.jit
 def multiply_items(
-    weights, routes, results, stages,
+    weights, routes, tiles, results, stages,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute and store one group's 64 outputs of every item of this block."""
     ACROSS: gl.constexpr = (PRODUCT.lines + 127) // 128
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    items = gl.load(routes.how_many) * ACROSS
+    items = tiles * ACROSS
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
@@ -242,6 +269,9 @@ def multiply_items(
                     weights, routes, results, stages, expert, start, count, column, stage, phase,
                     GROUP, PRODUCT, n + 1, STAGES,
                 )  # fmt: skip
+        if PRODUCT.first:
+            synchronize()
+            mbarrier.arrive(stages.stored.index(slot))
         item = hear_item(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
 
@@ -249,9 +279,13 @@ def multiply_items(
 @gluon.jit(do_not_specialize=["routes", "scale_stride"])
 def packed_codes_product(
     x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, results,
-    PRODUCT: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    PRODUCT: gl.constexpr, BEFORE: gl.constexpr, RUNS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts: the first stores activations by place, the second delivers results."""
+    """One product of all experts: the first stores activations by place, the second delivers results.
+
+    The second waits for the rows of each tile (BEFORE, a `Counted`), not for the kernels before.
+    """
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -266,6 +300,7 @@ def packed_codes_product(
         items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
         told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        stored=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
         mbarrier.init(stages.full.index(s), count=129)  # arrivals: one for TMA, and 128 threads' copies
@@ -273,13 +308,17 @@ def packed_codes_product(
     for s in gl.static_range(2):
         mbarrier.init(stages.told.index(s), count=1)
         mbarrier.init(stages.heard.index(s), count=2)
+        mbarrier.init(stages.stored.index(s), count=2)
     fence_async_shared()
     if EARLY:
-        depends("wait")
+        if PRODUCT.first:
+            depends("wait")
+    tiles = gl.load(routes.how_many)
+    if EARLY:  # after this load, because nobody waits for a block without an item
         depends("launch_dependents")
     gl.warp_specialize([
-        (multiply_items, (weights, routes, results, stages, 0, PRODUCT, RUNS, STAGES)),
-        (multiply_items, (weights, routes, results, stages, 1, PRODUCT, RUNS, STAGES)),
-        (load_stages, (x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, stages,
-                       PRODUCT, RUNS, STAGES)),
+        (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, RUNS, STAGES)),
+        (multiply_items, (weights, routes, tiles, results, stages, 1, PRODUCT, RUNS, STAGES)),
+        (load_stages, (x_descriptor, w_descriptor, row_scales, scale_stride, weights, routes, tiles,
+                       stages, PRODUCT, BEFORE, RUNS, STAGES)),
     ], [4, 4], [232, 40])  # fmt: skip

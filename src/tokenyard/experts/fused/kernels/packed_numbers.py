@@ -5,7 +5,7 @@ persistent, and take items from a counter: 64 · units · groups outputs × a ti
 
 - `load_stages` (four warps) loads 128 inputs a stage: words by TMA, and scales by copies. Rows of the first product,
   which are scattered, are loaded by copies, and those of the second, which are contiguous, by TMA. In the second
-  product the warps start the loads of words and scales of all stages before they wait for the previous kernel.
+  product the warps start the loads of words and scales of all stages before they wait for the rows of the first tile.
 - `multiply_items` (groups of four warps): each group decodes the weights of its own 64 · units outputs into the
   register operand, 64 inputs at a time, while the tensor cores multiply the previous 64 inputs. There are two sets of
   operand registers, and a group waits only for the older product. The tensor cores add up all inputs.
@@ -27,7 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tokenyard.experts.fused.kernels.items import hear_item, next_stage, take_item, tile_of
+from tokenyard.experts.fused.kernels.items import (
+    await_items,
+    count_item,
+    counter_of,
+    enough_for,
+    hear_item,
+    next_stage,
+    synchronize,
+    take_item,
+    tile_of,
+)
 from tokenyard.experts.fused.kernels.packed import (
     INT4,
     depends,
@@ -61,6 +71,7 @@ class Stages(NamedTuple):
     items: Any  # items that were taken: a ring of two
     told: Any
     heard: Any
+    stored: Any  # barriers that all groups have stored an item: a ring of two
 
 
 @gluon.constexpr_function
@@ -163,26 +174,32 @@ def fetch_rows(x_descriptor, stages, stage, start, step, count, TILES: gl.conste
 
 @gluon.jit
 def load_stages(
-    x_descriptor, w_descriptor, rows, weights, routes, stages,
-    PRODUCT: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr,
+    x_descriptor, w_descriptor, rows, weights, routes, tiles, stages,
+    PRODUCT: gl.constexpr, BEFORE: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Load rows, words and scales, 128 inputs a stage, for all items of this block."""
+    """Load rows, words and scales, 128 inputs a stage, for all items of this block.
+
+    In the second product wait for the rows of each tile. In the first count each item when the next one is multiplied.
+    """
     STEPS: gl.constexpr = PRODUCT.width // 128
     ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
     UNITS: gl.constexpr = units_of(TILES)
     STAGES: gl.constexpr = TILES.stages
     RUN: gl.constexpr = TILES.run
     RUNS: gl.constexpr = runs_of(TILES)
-    AHEAD: gl.constexpr = 0 if PRODUCT.first or not EARLY else min(STAGES, STEPS)
+    AHEAD: gl.constexpr = 0 if PRODUCT.first else min(STAGES, STEPS)
+    # The step in which the first stage of an item is free again, so all groups have stored the previous item.
+    COUNT: gl.constexpr = min(STAGES, STEPS - 1)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, RUN, layout=gl.SliceLayout(1, COPY))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    items = gl.load(routes.how_many) * ACROSS
+    items = tiles * ACROSS
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
-    expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
+    expert, start, count, column, tile = tile_of(routes, item, items, ACROSS)
+    uncounted = gl.to_tensor(-1)  # the tile of the previous item of the first product
     ahead = gl.to_tensor(0)  # stages whose weights are being loaded already
     if AHEAD > 0:
         unit = expert * (PRODUCT.lines // 64) + column * UNITS
@@ -192,11 +209,12 @@ def load_stages(
             )
             async_copy.mbarrier_arrive(stages.full.index(step), increment_count=False)
         ahead += AHEAD
-        depends("wait")  # the previous kernel makes the rows, not the weights
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
+        next_expert, next_start, next_count, next_column, next_tile = tile_of(routes, item, items, ACROSS)
+        if not PRODUCT.first:
+            await_items(counter_of(routes, tile), enough_for(count, BEFORE))
         lines = ()
         if PRODUCT.first:
             for n in gl.static_range(RUNS):
@@ -207,6 +225,8 @@ def load_stages(
         for step in range(STEPS):
             mbarrier.wait(stages.empty.index(stage), phase)
             if PRODUCT.first:
+                if (step == COUNT) & (uncounted >= 0):
+                    count_item(routes, stages, uncounted, slot, slot_phase)
                 load_weights(
                     w_descriptor, weights, stages, stage, unit, step, column == ACROSS - 1, PRODUCT, TILES
                 )
@@ -221,7 +241,12 @@ def load_stages(
                 ahead -= 1
                 fetch_rows(x_descriptor, stages, stage, start, step, count, TILES)
             stage, phase = next_stage(stage, phase, STAGES)
-        expert, start, count, column = next_expert, next_start, next_count, next_column
+        uncounted = tile
+        expert, start, count, column, tile = next_expert, next_start, next_count, next_column, next_tile
+    if PRODUCT.first:
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
+        if uncounted >= 0:
+            count_item(routes, stages, uncounted, slot, slot_phase)
 
 
 @gluon.jit
@@ -325,7 +350,7 @@ def pass_by(stages, stage, phase, PRODUCT: gl.constexpr, TILES: gl.constexpr):
 
 @gluon.jit
 def multiply_items(
-    weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr
+    weights, routes, tiles, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr
 ):
     """Compute and store one group's outputs of every item of this block."""
     ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
@@ -335,14 +360,13 @@ def multiply_items(
     ALWAYS: gl.constexpr = (ACROSS - 1) * UNITS + GROUP * TILES.units < PRODUCT.lines // 64
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    items = gl.load(routes.how_many) * ACROSS
+    items = tiles * ACROSS
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
     expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
     while item < items:
         item = hear_item(stages, slot, slot_phase)
-        slot, slot_phase = next_stage(slot, slot_phase, 2)
         next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
         passes = gl.to_tensor(False)
         if not ALWAYS:
@@ -357,6 +381,10 @@ def multiply_items(
                         weights, routes, results, stages, expert, start, count, column, stage, phase,
                         GROUP, PRODUCT, TILES, WIDTHS[v][0], WIDTHS[v][1],
                     )  # fmt: skip
+        if PRODUCT.first:
+            synchronize()
+            mbarrier.arrive(stages.stored.index(slot))
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
         expert, start, count, column = next_expert, next_start, next_count, next_column
 
 
@@ -369,9 +397,12 @@ def sum_of(runs):
 @gluon.jit(do_not_specialize=["routes"])
 def packed_numbers_product(
     x_descriptor, w_descriptor, rows, weights, routes, results,
-    PRODUCT: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    PRODUCT: gl.constexpr, BEFORE: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts: the first gathers rows and stores activations by place, the second delivers."""
+    """One product of all experts: the first gathers rows and stores activations by place, the second delivers.
+
+    The second waits for the rows of each tile (BEFORE, a `Counted`), not for the kernels before.
+    """
     STAGES: gl.constexpr = TILES.stages
     UNITS: gl.constexpr = units_of(TILES)
     E: gl.constexpr = scale_elements(PRODUCT.kind)
@@ -398,6 +429,7 @@ def packed_numbers_product(
         items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
         told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        stored=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
         # Arrivals: one for words by TMA, and 128 threads' copies; in the second product, one for rows by TMA.
@@ -406,21 +438,24 @@ def packed_numbers_product(
     for s in gl.static_range(2):
         mbarrier.init(stages.told.index(s), count=1)
         mbarrier.init(stages.heard.index(s), count=TILES.groups)
+        mbarrier.init(stages.stored.index(s), count=TILES.groups)
     fence_async_shared()
     if EARLY:
         if PRODUCT.first:
             depends("wait")
+    tiles = gl.load(routes.how_many)
+    if EARLY:  # after this load, because nobody waits for a block without an item
         depends("launch_dependents")
     if TILES.groups == 2:
         gl.warp_specialize([
-            (multiply_items, (weights, routes, results, stages, 0, PRODUCT, TILES)),
-            (multiply_items, (weights, routes, results, stages, 1, PRODUCT, TILES)),
-            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, TILES, EARLY)),
+            (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, TILES)),
+            (multiply_items, (weights, routes, tiles, results, stages, 1, PRODUCT, TILES)),
+            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, tiles, stages, PRODUCT, BEFORE, TILES)),
         ], [4, 4], [224, 56])  # fmt: skip
     else:
         gl.warp_specialize([
-            (multiply_items, (weights, routes, results, stages, 0, PRODUCT, TILES)),
-            (multiply_items, (weights, routes, results, stages, 1, PRODUCT, TILES)),
-            (multiply_items, (weights, routes, results, stages, 2, PRODUCT, TILES)),
-            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, TILES, EARLY)),
+            (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, TILES)),
+            (multiply_items, (weights, routes, tiles, results, stages, 1, PRODUCT, TILES)),
+            (multiply_items, (weights, routes, tiles, results, stages, 2, PRODUCT, TILES)),
+            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, tiles, stages, PRODUCT, BEFORE, TILES)),
         ], [4, 4, 4], [152, 152, 56])  # fmt: skip

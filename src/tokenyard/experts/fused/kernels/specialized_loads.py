@@ -13,9 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from tokenyard.experts.fused.kernels.items import (
-    await_tile,
+    await_items,
     columns_of,
     count_item,
+    counter_of,
     next_stage,
     place_of,
     tell_item,
@@ -130,7 +131,7 @@ def load_item(
             ahead_stage, ahead_phase = next_stage(ahead_stage, ahead_phase, STAGES)
         if uncounted >= 0:
             count_item(routes, stages, uncounted, slot, slot_phase)
-        await_tile(routes, tile, columns_of(FIRST))
+        await_items(counter_of(routes, tile), columns_of(FIRST))
     place = start + gl.minimum(v % NEAR if PRODUCT.deep else v, count - 1)
     if PRODUCT.first:
         # Offsets in units of 16 bytes fit into 32 bits. Pointers are computed at each step, to save registers.
