@@ -94,9 +94,10 @@ def plain_kernels():
     compiled(fp8_split.round_numbers, dict(
         inner_scales=None, I=264, TILE=16, ITEMS=0, ROWS=1, COLUMNS=512, POWERS=True, EARLY=True), 4,
         kinds=dict(numbers="*fp32"))
-    compiled(summing.sum_rows, dict(
-        H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, ROWS=16,
-        EARLY=True), 4)
+    for counted in (0, 3):
+        compiled(summing.sum_rows, dict(
+            H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, ROWS=16,
+            ITEMS=counted, EARLY=True), 4)
 
 def kernels_of_e4m3(held):
     e4m3 = dict(rows=decoding.FP8_BLOCK.value, weights=decoding.FP8_BLOCK.value, inner=held.value)
@@ -225,8 +226,8 @@ def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=
     product = packed.PackedProduct(
         kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
         interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
-    constants = dict(PRODUCT=product, BEFORE=arguments.Counted(2), TILES=packed_numbers.Tiles(groups, units, widths, run, 3),
-                     EARLY=True, num_warps=4)
+    tiles = packed_numbers.Tiles(groups, units, widths, run, 3)
+    constants = dict(PRODUCT=product, BEFORE=arguments.Counted(2), TILES=tiles, EARLY=True, num_warps=4)
     grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
 
 def specialized_codes():

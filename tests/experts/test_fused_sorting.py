@@ -34,9 +34,12 @@ def agree(ids_RK: torch.Tensor, experts: int, tile: int) -> None:
     assert how_many == len(tiles) <= found.max_tiles
     *by_field, done = found.tiles[: 6 * found.max_tiles].view(6, found.max_tiles)[:, :how_many]
     assert torch.stack(by_field).T.tolist() == tiles.tolist()
-    # Products count from zero: what is done of each tile, and the items that blocks have taken.
+    # Products count from zero: what is done of each tile and expert, and the items that blocks have taken.
     assert done.tolist() == [0] * how_many
-    assert found.tiles[6 * found.max_tiles :].tolist() == [how_many, 0, 0]
+    many, *taken = found.tiles[6 * found.max_tiles :].tolist()
+    assert (many, taken[:2]) == (how_many, [0, 0])
+    tiles_of_experts = torch.bincount(tiles[:, 0], minlength=experts).tolist()
+    assert taken[2:] == [number for many in tiles_of_experts for number in (many, 0)]
     assert found.order_N[: len(order_N)].tolist() == order_N.tolist()
 
 

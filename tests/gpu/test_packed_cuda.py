@@ -124,6 +124,36 @@ def test_packed_weights_by_warps_that_load_and_warps_that_multiply(config, chang
     assert (within(case, experts) - y_RH).norm() <= 2**-8 * y_RH.norm()
 
 
+# How often the tiles of a product are larger than the GPU, and how often it has none, changes from batch to batch.
+SEQUENCES = {
+    "tiles": (None, {"rows": "mxfp8", "inner": "fp8_block128"}),
+    "tiles, no codes between": (None, {"weights": "mxint4"}),
+    "warps that load": (THREE, {"rows": "mxfp8", "inner": "fp8_block128"}),
+    "codes": (CodesTileConfig(4, 4), {"rows": "mxfp8", "inner": "fp8_block128"}),
+}
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+@pytest.mark.parametrize(("config", "changes"), SEQUENCES.values(), ids=SEQUENCES)
+def test_batches_without_a_wait_between_them_have_the_bits_of_batches_alone(config, changes):
+    """The second product, the rounding before it and the sums start while the first product runs; nothing is reused
+    too early: memory that a batch frees is taken by the next one, and holds NaN before the first."""
+    base = replace(PACKED_NUMBERS, **{"weights": "mxfp4", "H": 1024, "I": 768, "L": 32, "K": 4, **changes})
+    experts = built(base)
+    if config is not None:
+        experts.tile_configs = TileConfigs(config, config)
+    routings = {700: "any", 40: "sparse", 300: "nobody", 1: "any", 900: "few experts", 64: "any"}
+    batches = [replace(base, R=R, seed=R, routing=routing).received() for R, routing in routings.items()]
+    alone = []
+    for batch in batches:
+        alone.append(experts(batch).rows_RH.clone())
+        torch.cuda.synchronize()
+    torch.full((2**26,), torch.nan, device="cuda")  # memory that the batches get next
+    for _ in range(30):  # what races is not the same twice
+        found = [experts(batch).rows_RH for batch in batches]
+        assert all(same_bits(y_RH, expected) for y_RH, expected in zip(found, alone, strict=True))
+
+
 # -- Packed weights that become blocks of e4m3, where rows are many --------------------------------------------
 
 EXPANDED_LAYERS = {

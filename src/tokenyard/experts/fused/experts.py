@@ -143,6 +143,7 @@ class FusedExperts(KernelWeights):
                 elif self.is_packed and not as_codes and rows.format.name == "mxfp8":
                     rows = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early)
                     slots_R = None
+                counted = 0  # items that the second product counts for each tile
                 if expands:
                     weights = self._expanded(early=early)
                     assert launch_hopper.can_specialize(rows, weights), rows.format
@@ -157,10 +158,14 @@ class FusedExperts(KernelWeights):
                     )
                     if as_codes:
                         placed = launch.launch_placed_rows(call, rows, slots_R)
-                        launch_hopper.launch_packed_codes(call, packed, placed, inner, to, finalize=finalize)
+                        counted = launch_hopper.launch_packed_codes(
+                            call, packed, placed, inner, to, finalize=finalize
+                        )
                     else:
                         x = rows.payloads["data"]
-                        launch_hopper.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
+                        counted = launch_hopper.launch_packed(
+                            call, packed, x, slots_R, inner, to, finalize=finalize
+                        )
                 else:
                     if self._recodes_rows(rows.format.name):
                         rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
@@ -178,7 +183,7 @@ class FusedExperts(KernelWeights):
                         launch.launch_rounding(call, numbers, inner)
                         launch.launch_result(call, weights, inner, to, finalize=finalize)
                 if finalize:
-                    launch.launch_sums(call, ids_RK, to)
+                    launch.launch_sums(call, ids_RK, to, counted)
         if result is not None:
             return result
         assert index_N is not None

@@ -148,8 +148,11 @@ def launch_packed_codes(
     to: Destination,
     *,
     finalize: bool,
-) -> None:
-    """Launch both products with packed weights that are decoded to e4m3 codes; `rows`: codes and scales by place."""
+) -> int:
+    """Launch both products with packed weights that are decoded to e4m3 codes; `rows`: codes and scales by place.
+
+    Returns the items that the second product counts for each tile, for `launch_sums`.
+    """
     from tokenyard.experts.fused.kernels import packed_codes
 
     spec, config = call.spec, call.tile_configs.inner
@@ -157,7 +160,7 @@ def launch_packed_codes(
     processors = torch.cuda.get_device_properties(inner.data.device).multi_processor_count
     places = len(inner.data)
     numbers = inner._replace(data=inner.scales.new_empty(places, spec.intermediate_size))
-    before = arguments.Counted(0)
+    before, across = arguments.Counted(0), 0
     for is_first in (True, False):
         w, bias, largest = (
             (weights.w13, weights.b13, weights.largest13)
@@ -180,6 +183,7 @@ def launch_packed_codes(
         )  # fmt: skip
         if is_first:
             before = launch_rounding(call, numbers, inner, across)
+    return across
 
 
 def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool, finalize: bool) -> PackedProduct:
@@ -213,9 +217,12 @@ def launch_packed(
     to: Destination,
     *,
     finalize: bool,
-) -> None:
-    """Launch both products with packed weights and plain rows, each with the kernel of its tile configuration."""
-    numbers, before = before_rounding(call.spec, inner), arguments.Counted(0)
+) -> int:
+    """Launch both products with packed weights and plain rows, each with the kernel of its tile configuration.
+
+    Returns the items that the second product counts for each tile, for `launch_sums`.
+    """
+    numbers, before, items = before_rounding(call.spec, inner), arguments.Counted(0), 0
     for is_first in (True, False):
         config = call.tile_configs.inner if is_first else call.tile_configs.result
         matrix, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
@@ -230,6 +237,8 @@ def launch_packed(
             items = _launch_tiles(call, config, product, matrix, bias, rows, results, before)
         if is_first:
             before = launch_rounding(call, numbers, inner, items)
+    # A block of `kernels.packed` would have to wait until its results are visible before it could count.
+    return items if isinstance(call.tile_configs.result, NumbersTileConfig) else 0
 
 
 def _launch_tiles(
@@ -242,7 +251,8 @@ def _launch_tiles(
     nothing, is_first = call.sorted.order_N, product.first
     y, slots = (results.inner, rows.slots_R) if is_first else (results.out, results.out_slots_R)
     registers = {} if config.registers is None else {"maxnreg": config.registers}
-    has_global, across = w.global_scale is not None, triton.cdiv(product.lines, config.out * config.groups)
+    has_global = w.global_scale is not None
+    across: int = triton.cdiv(product.lines, config.out * config.groups)
     packed.packed_product[(across, call.sorted.max_tiles)](
         rows.data, nothing if slots is None else slots, w.words, _decoded_scales(w),
         w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
@@ -267,7 +277,7 @@ def _launch_numbers(
     from tokenyard.experts.fused.kernels import packed_numbers
 
     processors = torch.cuda.get_device_properties(rows.data.device).multi_processor_count
-    across = triton.cdiv(product.lines, 64 * config.units * config.groups)
+    across: int = triton.cdiv(product.lines, 64 * config.units * config.groups)
     w_descriptor = tma_descriptor(w.words, 32, 32)
     packed_numbers.packed_numbers_product[(max(1, min(call.sorted.max_tiles * across, processors)),)](
         w_descriptor if product.first else tma_descriptor(rows.data, config.run, product.inputs),

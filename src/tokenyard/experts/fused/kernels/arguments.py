@@ -56,19 +56,18 @@ class Results(NamedTuple):
     out_stride: Any
 
 
-# Instructions that wait until a counter ($1) has reached a number ($2); each thread sees then what was counted. While
-# blocks wait they read the counter every tenth of a microsecond, without the fence, which would empty a cache.
+# Instructions that wait until a counter ($1) has reached a number ($2). Each thread then sees what was counted. They
+# read the counter every tenth of a microsecond only, because each such read empties the multiprocessor's cache.
 AWAIT = tl.constexpr("""{
 .reg .pred enough;
 .reg .s32 found;
 again:
-ld.relaxed.gpu.global.s32 found, [$1];
+ld.acquire.gpu.global.s32 found, [$1];
 setp.ge.s32 enough, found, $2;
 @enough bra done;
 nanosleep.u32 100;
 bra again;
 done:
-fence.acq_rel.gpu;
 mov.u32 $0, 0;
 }""")
 
@@ -118,6 +117,12 @@ class Tiles(NamedTuple):
     stride: int
     scale_width: int
     unit: int = 0  # inputs of a line that a box of weights holds (`fused.boxes`); 0: held line by line
+
+
+@triton.jit
+def await_items(counter, enough):
+    """Wait until counters have reached numbers. Each thread that waited then sees what was stored before."""
+    tl.inline_asm_elementwise(AWAIT, "=r,l,r", [counter, enough], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenyard.experts.fused.kernels.arguments import AWAIT
+from tokenyard.experts.fused.kernels.arguments import await_items
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 from tokenyard.experts.fused.kernels.row_blocks import permute_inputs
 
@@ -96,13 +96,6 @@ def store_inner(
     tl.store(inner_scales + place * (WIDTH // 128) + column, scale, mask=is_row)
 
 
-@triton.jit
-def await_items(counter, ITEMS: tl.constexpr):
-    """Wait until ITEMS items of a tile are counted; what they stored is then visible."""
-    enough = tl.full([], ITEMS, tl.int32)
-    tl.inline_asm_elementwise(AWAIT, "=r,l,r", [counter, enough], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=["how_many", "max_tiles", "num_places"])
 def round_numbers(
     numbers, inner, inner_scales, tiles, how_many, max_tiles, num_places,
@@ -126,14 +119,13 @@ def round_numbers(
         tile, part = item // PARTS, item % PARTS
         start, count = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
         if EARLY and ITEMS > 0:
-            # Only now, so that the kernel after, which waits for counters alone, does not end before a block of this one.
+            # Not earlier, so that the next kernel, which waits for counters alone, does not end before this block.
             if item + tl.num_programs(0) >= total:
                 gdc_launch_dependents()
         row = part // ACROSS * ROWS + tl.arange(0, ROWS)[:, None]
         if part // ACROSS * ROWS < count:
             if ITEMS > 0:
-                counter = tiles + 5 * max_tiles + tile
-                await_items(counter, ITEMS)
+                await_items(tiles + 5 * max_tiles + tile, tl.full([], ITEMS, tl.int32))
             place = (start + row).to(tl.int64)
             column = part % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             is_row = row < count

@@ -8,7 +8,8 @@ follow those of the first (`place_of`).
 
 A counter per tile says how many items of the first product are stored (`count_item`). Before warps load the rows of a
 tile for the second product, they wait for this counter (`await_items`), and for nothing else. So blocks that find no
-item of the first product begin with the second, in the same launch or in the next one.
+item of the first product begin with the second, in the same launch or in the next one. Launches of one product also
+count the items of the second, by expert, for `kernels.summing`.
 """
 
 from __future__ import annotations
@@ -190,19 +191,22 @@ def enough_for(count, BEFORE: gl.constexpr):
 
 
 @gluon.jit
-def counter_of(routes, tile):
-    """Where the finished items of a tile are counted; the sort has set this counter to zero."""
-    return routes.tiles + 5 * routes.max_tiles + tile
+def counter_of(routes, tile, expert, FIRST: gl.constexpr):
+    """The index, in `routes.tiles`, of the counter of finished items: by tile in the first product, else by expert."""
+    if FIRST:
+        return 5 * routes.max_tiles + tile
+    else:
+        return 6 * routes.max_tiles + 4 + 2 * expert
 
 
 @gluon.jit
-def count_item(routes, stages, tile, slot, phase):
-    """Wait until both groups have stored an item of the first product, and count it for its tile.
+def count_item(routes, stages, counter, slot, phase):
+    """Wait until all groups have stored an item, and count it.
 
     The loading warps do this, so that multiplying warps need not wait until the stores are visible to the whole GPU.
     """
     mbarrier.wait(stages.stored.index(slot), phase)
-    gl.atomic_add(counter_of(routes, tile), 1, sem="release")
+    gl.atomic_add(routes.tiles + counter, 1, sem="release")
 
 
 @gluon.jit

@@ -81,7 +81,7 @@ def load_stages(
 ):  # fmt: skip
     """Load rows and words by TMA, and scales by copies, 128 inputs a stage, for all items of this block.
 
-    In the second product wait for the rows of each tile. In the first count each item when the next one is multiplied.
+    In the second product wait for the rows of each tile. Count each item when the next one is multiplied.
     """
     # The step in which the first stage of an item is free again, so both groups have stored the previous item.
     COUNT: gl.constexpr = min(STAGES, PRODUCT.width // 128 - 1)
@@ -99,22 +99,21 @@ def load_stages(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
     expert, start, count, column, tile = tile_of(routes, item, items, ACROSS)
-    uncounted = gl.to_tensor(-1)  # the tile of the previous item of the first product
+    uncounted = gl.to_tensor(-1)  # the counter of the previous item
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         next_expert, next_start, next_count, next_column, next_tile = tile_of(routes, item, items, ACROSS)
         if not PRODUCT.first:
-            await_items(counter_of(routes, tile), enough_for(count, BEFORE))
+            await_items(routes.tiles + counter_of(routes, tile, expert, True), enough_for(count, BEFORE))
         runs = (count + 63) // 64
         row_scale = row_scales + start + v
         unit = expert * (PRODUCT.lines // 64) + column * 2
         scales = weights.scales + unit.to(gl.int64) * (STEPS * 128)
         for step in range(STEPS):
             mbarrier.wait(stages.empty.index(stage), phase)
-            if PRODUCT.first:
-                if (step == COUNT) & (uncounted >= 0):
-                    count_item(routes, stages, uncounted, slot, slot_phase)
+            if (step == COUNT) & (uncounted >= 0):
+                count_item(routes, stages, uncounted, slot, slot_phase)
             bar = stages.full.index(stage)
             for n in gl.static_range(RUNS):
                 mbarrier.expect(bar, 8192 * (n + 2), pred=runs == n + 1)
@@ -129,12 +128,11 @@ def load_stages(
             start_copy(stages.row_scales.index(stage), row_scale + step * scale_stride, mask=v < count)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
-        uncounted = tile
+        uncounted = counter_of(routes, tile, expert, PRODUCT.first)
         expert, start, count, column, tile = next_expert, next_start, next_count, next_column, next_tile
-    if PRODUCT.first:
-        slot, slot_phase = next_stage(slot, slot_phase, 2)
-        if uncounted >= 0:
-            count_item(routes, stages, uncounted, slot, slot_phase)
+    slot, slot_phase = next_stage(slot, slot_phase, 2)
+    if uncounted >= 0:
+        count_item(routes, stages, uncounted, slot, slot_phase)
 
 
 @gluon.jit
@@ -269,9 +267,8 @@ def multiply_items(
                     weights, routes, results, stages, expert, start, count, column, stage, phase,
                     GROUP, PRODUCT, n + 1, STAGES,
                 )  # fmt: skip
-        if PRODUCT.first:
-            synchronize()
-            mbarrier.arrive(stages.stored.index(slot))
+        synchronize()
+        mbarrier.arrive(stages.stored.index(slot))
         item = hear_item(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
 

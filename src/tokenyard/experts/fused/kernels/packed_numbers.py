@@ -179,7 +179,7 @@ def load_stages(
 ):  # fmt: skip
     """Load rows, words and scales, 128 inputs a stage, for all items of this block.
 
-    In the second product wait for the rows of each tile. In the first count each item when the next one is multiplied.
+    In the second product wait for the rows of each tile. Count each item when the next one is multiplied.
     """
     STEPS: gl.constexpr = PRODUCT.width // 128
     ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
@@ -199,7 +199,7 @@ def load_stages(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
     expert, start, count, column, tile = tile_of(routes, item, items, ACROSS)
-    uncounted = gl.to_tensor(-1)  # the tile of the previous item of the first product
+    uncounted = gl.to_tensor(-1)  # the counter of the previous item
     ahead = gl.to_tensor(0)  # stages whose weights are being loaded already
     if AHEAD > 0:
         unit = expert * (PRODUCT.lines // 64) + column * UNITS
@@ -214,7 +214,7 @@ def load_stages(
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         next_expert, next_start, next_count, next_column, next_tile = tile_of(routes, item, items, ACROSS)
         if not PRODUCT.first:
-            await_items(counter_of(routes, tile), enough_for(count, BEFORE))
+            await_items(routes.tiles + counter_of(routes, tile, expert, True), enough_for(count, BEFORE))
         lines = ()
         if PRODUCT.first:
             for n in gl.static_range(RUNS):
@@ -224,9 +224,9 @@ def load_stages(
         unit = expert * (PRODUCT.lines // 64) + column * UNITS
         for step in range(STEPS):
             mbarrier.wait(stages.empty.index(stage), phase)
+            if (step == COUNT) & (uncounted >= 0):
+                count_item(routes, stages, uncounted, slot, slot_phase)
             if PRODUCT.first:
-                if (step == COUNT) & (uncounted >= 0):
-                    count_item(routes, stages, uncounted, slot, slot_phase)
                 load_weights(
                     w_descriptor, weights, stages, stage, unit, step, column == ACROSS - 1, PRODUCT, TILES
                 )
@@ -241,12 +241,11 @@ def load_stages(
                 ahead -= 1
                 fetch_rows(x_descriptor, stages, stage, start, step, count, TILES)
             stage, phase = next_stage(stage, phase, STAGES)
-        uncounted = tile
+        uncounted = counter_of(routes, tile, expert, PRODUCT.first)
         expert, start, count, column, tile = next_expert, next_start, next_count, next_column, next_tile
-    if PRODUCT.first:
-        slot, slot_phase = next_stage(slot, slot_phase, 2)
-        if uncounted >= 0:
-            count_item(routes, stages, uncounted, slot, slot_phase)
+    slot, slot_phase = next_stage(slot, slot_phase, 2)
+    if uncounted >= 0:
+        count_item(routes, stages, uncounted, slot, slot_phase)
 
 
 @gluon.jit
@@ -381,9 +380,8 @@ def multiply_items(
                         weights, routes, results, stages, expert, start, count, column, stage, phase,
                         GROUP, PRODUCT, TILES, WIDTHS[v][0], WIDTHS[v][1],
                     )  # fmt: skip
-        if PRODUCT.first:
-            synchronize()
-            mbarrier.arrive(stages.stored.index(slot))
+        synchronize()
+        mbarrier.arrive(stages.stored.index(slot))
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         expert, start, count, column = next_expert, next_start, next_count, next_column
 

@@ -4,9 +4,10 @@ A pair is a received row and one of its choices, `row * top_k + choice`; those w
 `order_N` holds the pairs sorted by expert, and in ascending order within an expert; a pair p whose row has other
 experts on this rank is stored as ~p, which is negative. A place is an index into `order_N`. A tile is at most TILE
 pairs of one expert. `tiles` has six lines of int32, with an entry for each tile: its expert, its first place, its
-number of pairs, the first tile of its expert, the number of tiles of its expert, and a counter of finished items, which
-is set to zero. `how_many` is the number of tiles, followed by two counters, set to zero, from which blocks take items.
-The host reads none of this.
+number of pairs, the first tile of its expert, the number of tiles of its expert, and a counter of finished items of the
+first product. `how_many` is the number of tiles. Two counters, from which blocks take items, follow it, and then, for
+each expert, its number of tiles and a counter of finished items of the second product. The sort sets all counters to
+zero. The host reads none of this.
 
 A batch of one chunk takes one launch, in which each block counts all pairs, and places those of one expert. For longer
 batches a first launch counts the pairs of each chunk, and in a second one a few blocks place the pairs of each chunk.
@@ -88,6 +89,8 @@ def sort_pairs(
     if mine == 0:
         tl.store(how_many, tl.sum(tiles_B))
         tl.store(how_many + 1 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    tl.store(how_many + 3 + 2 * mine, tl.cdiv(rows, TILE))
+    tl.store(how_many + 4 + 2 * mine, 0)
     tile = tl.arange(0, AT_A_TIME)
     for first in range(0, tl.cdiv(rows, TILE), AT_A_TIME):
         offset = (first + tile) * TILE
@@ -149,6 +152,8 @@ def place_chunks(
     if block == 0:
         tl.store(how_many, all_tiles)
         tl.store(how_many + 1 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(how_many + 3 + 2 * bins, tiles_B, mask=bins < EXPERTS)
+        tl.store(how_many + 4 + 2 * bins, tl.zeros_like(bins), mask=bins < EXPERTS)
     for first in range(block * AT_A_TIME, all_tiles, blocks * AT_A_TIME):
         tile = first + tl.arange(0, AT_A_TIME)
         owner = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), axis=1)

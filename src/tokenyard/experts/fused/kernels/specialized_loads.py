@@ -93,7 +93,7 @@ def load_item(
 ):  # fmt: skip
     """Load the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next item meanwhile.
 
-    `uncounted` is the tile of the previous item, if that is of the first product and not counted yet, else -1. The
+    `uncounted` is the counter of the previous item, if that is of the first product and not counted yet, else -1. The
     previous item and the next one have the same slot.
     """
     SCALED: gl.constexpr = weights.scales is not None
@@ -131,7 +131,7 @@ def load_item(
             ahead_stage, ahead_phase = next_stage(ahead_stage, ahead_phase, STAGES)
         if uncounted >= 0:
             count_item(routes, stages, uncounted, slot, slot_phase)
-        await_items(counter_of(routes, tile), columns_of(FIRST))
+        await_items(routes.tiles + counter_of(routes, tile, expert, True), columns_of(FIRST))
     place = start + gl.minimum(v % NEAR if PRODUCT.deep else v, count - 1)
     if PRODUCT.first:
         # Offsets in units of 16 bytes fit into 32 bits. Pointers are computed at each step, to save registers.
@@ -228,7 +228,7 @@ def load_items(
     uncounted = gl.to_tensor(-1)
     while item < items:
         if item < tiles * columns_of(FIRST):
-            here = tile
+            here = counter_of(routes, tile, expert, True)
             item, expert, start, count, column, tile, stage, phase = load_item(
                 w13_descriptor, w13_descriptor, rows, weights13, routes, stages, expert, start, count, column, tile,
                 tiles, uncounted, stage, phase, slot, slot_phase, FIRST, FIRST, SECOND, STAGES,

@@ -10,17 +10,34 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenyard.experts.fused.kernels.arguments import await_items
 
-@triton.jit(do_not_specialize=["num_rows"])
+
+@triton.jit
+def await_experts(
+    ids_K, how_many, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ITEMS: tl.constexpr
+):  # fmt: skip
+    """Wait until ITEMS items of the second product are counted for each tile of a row's experts (`kernels.sorting`)."""
+    k = tl.arange(0, CHOICES)
+    id_K = tl.load(ids_K + k, mask=k < TOP_K, other=-1)
+    here = (id_K >= 0) & (id_K < EXPERTS)
+    tiles_K = how_many + 3 + 2 * tl.where(here, id_K, 0)
+    await_items(tiles_K + 1, tl.load(tiles_K, mask=here, other=0) * ITEMS)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["how_many", "num_rows"])
 def sum_rows(
-    partial_sums, weights_N, ids_N, out, out_slots_R, num_rows, out_stride,
+    partial_sums, weights_N, ids_N, out, out_slots_R, how_many, num_rows, out_stride,
     H: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
     HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    ITEMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum COLUMNS columns of those of ROWS rows (at most 32) that several experts take.
 
-    The ids of all rows are loaded at once, so that rows that need no sum cost no further load.
+    The ids of all rows are loaded at once, so that rows that need no sum cost no further load. A row waits until the
+    second product has counted ITEMS items for each tile of the row's experts. With ITEMS = 0 nothing is counted, and
+    all blocks wait for the kernel before.
     """
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.arange(0, CHOICES)
@@ -30,12 +47,14 @@ def sum_rows(
     several = tl.sum((tl.sum(here, axis=1) > 1).to(tl.int32) << r)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < H
-    if EARLY:
+    if EARLY and ITEMS == 0:
         gdc_wait()  # the ids do not depend on the previous kernel
         gdc_launch_dependents()
     for nth in range(ROWS):
         if (several >> nth) & 1:
             row = first_row + nth
+            if ITEMS > 0:
+                await_experts(ids_N + row * TOP_K, how_many, TOP_K, CHOICES, EXPERTS, ITEMS)
             sums = tl.zeros([COLUMNS], tl.float32)
             for choice in tl.static_range(TOP_K):  # unrolled, so that all choices are loaded at once
                 pair = row * TOP_K + choice
@@ -50,3 +69,7 @@ def sum_rows(
             if HAS_OUT_SLOTS:
                 line = tl.load(out_slots_R + row).to(tl.int64)
             tl.store(out + line * out_stride + column, sums.to(out.dtype.element_ty), mask=is_column)
+    if EARLY and ITEMS > 0:
+        # Later kernels wait only for this one, so it must not end before the second product.
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+            gdc_wait()
