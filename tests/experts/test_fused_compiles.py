@@ -19,10 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.kernels import (
     arguments, decoding, fp8_split, expanding, items, packed, packed_codes, packed_numbers, products, row_blocks,
     rows_first, rows_first_result, sorting, specialized, summing, tma)
 
+TABLE = tile_table.NUMBERS["mxfp4"][2]
 BF16 = ("x", "scales", "y", "partial_sums", "inner", "out")
 FLOATS = ("divisors", "factors", "bias", "weights_N")
 WHOLE = ("words", "order_N", "ids_N", "tiles", "how_many", "counts_CB")
@@ -45,6 +47,7 @@ def compiled(kernel, constants, warps, source=ASTSource, kinds={}):
 def check_compiled(kernel, source, warps):
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert ".version" in made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024, (kernel.__name__, made.metadata.shared)
     # The smaller of a number and NaN must be NaN: that of an activation's limit, or of zero.
     dropping = re.findall(r"(?:min|max)(?:\.ftz)?(?:\.xorsign\.abs)?\.f32", made.asm["ptx"])
     assert not dropping, (kernel.__name__, set(dropping))
@@ -210,7 +213,7 @@ def kernels_of_packed_codes():
     packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
     packed_codes_kernel(False, 1)
 
-def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=0, plain=False):
+def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=0, plain=False, stages=3):
     bias, slots, scale = (None, None, None) if plain else ("*bf16", "*i64", "*fp32" if spans == 4 else None)
     held = "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"
     groups_of = dict(
@@ -226,7 +229,7 @@ def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=
     product = packed.PackedProduct(
         kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
         interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
-    tiles = packed_numbers.Tiles(groups, units, widths, run, 3)
+    tiles = packed_numbers.Tiles(groups, units, widths, run, stages)
     constants = dict(PRODUCT=product, BEFORE=arguments.Counted(2), TILES=tiles, EARLY=True, num_warps=4)
     grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
 
@@ -286,6 +289,8 @@ CALLS = {
     "mxfp4 by warps that load": "packed_numbers_kernel(1, 2, True, 2, 2, ((32, 0), (64, 0)), 4)",
     "nvfp4 by warps that load": "packed_numbers_kernel(1, 4, False, 2, 2, ((64, 32), (128, 0)))",
     "mxint4 by warps that load, in three groups": "packed_numbers_kernel(0, 2, True, 3, 1, ((16, 0),), plain=True)",
+    "mxfp4, the first product, as in the tile table": "packed_numbers_kernel(1, 2, True, *TABLE[:3], stages=TABLE[3])",
+    "mxfp4, the second product, as in the tile table": "packed_numbers_kernel(1, 2, False, *TABLE[:3], stages=TABLE[3])",
     "mxfp4 in three groups": "packed_numbers_kernel(1, 2, False, 3, 2, ((16, 0), (64, 0)))",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",

@@ -205,7 +205,8 @@ class FusedExperts(KernelWeights):
             in_codes = rows == "mxfp8" and not invariant
             expands = self.expands and self.is_expandable and in_codes
             codes = self.has_codes and in_codes
-            return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes)
+            rounds = self.spec.inner is not None
+            return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes, rounds=rounds)
         taken = weights if self._recodes_rows(rows) or self._decodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
         tiles = choose_tiles(

@@ -201,19 +201,26 @@ def plain_lines(
 
 
 def choose_packed_tiles(
-    pairs: float, experts: int, weights: str, *, expands: bool = False, codes: bool = False
+    pairs: float,
+    experts: int,
+    weights: str,
+    *,
+    expands: bool = False,
+    codes: bool = False,
+    rounds: bool = False,
 ) -> TileConfigs:
     """The tiles for `pairs` pairs over `experts` experts, with packed weights.
 
     `expands`: whether they can be expanded to blocks of e4m3 before the products; `codes`: whether the products can
-    decode them to e4m3 codes.
+    decode them to e4m3 codes. `rounds`: whether the first product stores float32 numbers, which a kernel rounds;
+    `kernels.packed_numbers` has no shared memory for these.
 
     >>> choose_packed_tiles(8, 48, "mxint4").inner.tile
     8
     >>> choose_packed_tiles(48_000, 32, "mxfp4", expands=True).specialized
     True
-    >>> choose_packed_tiles(4_096, 128, "mxfp4").inner.groups
-    3
+    >>> [choose_packed_tiles(4_096, 128, "mxfp4", rounds=rounds).inner.groups for rounds in (False, True)]
+    [3, 1]
     >>> choose_packed_tiles(6_000, 32, "mxfp4", codes=True).inner
     CodesTileConfig(runs=4, stages=4)
     """
@@ -223,7 +230,7 @@ def choose_packed_tiles(
         config = CodesTileConfig(*next((line for up_to, line in lines if rows <= up_to), lines[-1][1]))
         return TileConfigs(config, config)
     above, up_to, line = tile_table.NUMBERS.get(weights, (inf, inf, ()))
-    if above < rows <= up_to:
+    if above < rows <= up_to and not rounds:
         numbers = NumbersTileConfig(*line)
         return TileConfigs(numbers, numbers)
     if expands and rows > tile_table.EXPANDED_FROM:
