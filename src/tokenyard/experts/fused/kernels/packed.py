@@ -8,6 +8,9 @@ loop is compiled for each width.
 With few rows each warp multiplies by itself (`mma.sync`), and also loads the rows into registers. With many, four warps
 multiply together (`wgmma`), and the tensor cores read the rows from shared memory through the async proxy. Each step
 therefore has a fence between copies and products, and a wait for the previous products.
+
+Each product has a launch. Blocks of the second start when all blocks of the first have started. They load weights, and
+wait until the rows of their own tile are counted (`kernels.items`).
 """
 
 from __future__ import annotations
