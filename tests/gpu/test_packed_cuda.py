@@ -124,7 +124,7 @@ def test_packed_weights_by_warps_that_load_and_warps_that_multiply(config, chang
     assert (within(case, experts) - y_RH).norm() <= 2**-8 * y_RH.norm()
 
 
-# How often the tiles of a product are larger than the GPU, and how often it has none, changes from batch to batch.
+# Layers whose second product has a launch of its own, each by another kernel, or with a rounding between.
 SEQUENCES = {
     "tiles": (None, {"rows": "mxfp8", "inner": "fp8_block128"}),
     "tiles, no codes between": (None, {"weights": "mxint4"}),
@@ -136,8 +136,10 @@ SEQUENCES = {
 @pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
 @pytest.mark.parametrize(("config", "changes"), SEQUENCES.values(), ids=SEQUENCES)
 def test_batches_without_a_wait_between_them_have_the_bits_of_batches_alone(config, changes):
-    """The second product, the rounding before it and the sums start while the first product runs; nothing is reused
-    too early: memory that a batch frees is taken by the next one, and holds NaN before the first."""
+    """Rounding, second product and sums start while the first product runs; nothing is read or freed too early.
+
+    Batches have few rows, many, or none. Memory that one frees is taken by the next; before the first it holds NaN.
+    """
     base = replace(PACKED_NUMBERS, **{"weights": "mxfp4", "H": 1024, "I": 768, "L": 32, "K": 4, **changes})
     experts = built(base)
     if config is not None:

@@ -27,6 +27,13 @@ from tokenyard.experts.fused.tile_configs import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
+# How rows fall on experts, for layers of e4m3 and of 16-bit numbers.
+UNEVEN = {
+    "one expert has all rows": {"routing": "one expert", "R": 333},
+    "few rows, most experts have none": {"R": 3, "L": 16, "routing": "sparse"},
+    "every row names an expert twice": {"routing": "duplicates", "R": 130, "K": 3},
+    "nobody": {"routing": "nobody"},
+}
 SPECIALIZED_LAYERS = {
     "several tiles": {},
     "biases, a limit": {"activation": replace(activation("swiglu_clamped"), interleaved=False), "bias": True},
@@ -34,11 +41,7 @@ SPECIALIZED_LAYERS = {
     "scales that are powers of two": {"inner": "fp8_block128(power_of_two_scales=True)"},
     "half a tile of outputs, and one block": {"H": 384, "I": 128},
     "in a workspace": {"in_workspace": True, "H": 1024, "activation": "gelu_tanh"},
-    "one expert has all rows": {"routing": "one expert", "R": 333},
-    "few rows, most experts have none": {"R": 3, "L": 16, "routing": "sparse"},
-    "every row names an expert twice": {"routing": "duplicates", "R": 130, "K": 3},
-    "nobody": {"routing": "nobody"},
-}
+} | UNEVEN
 
 
 @pytest.mark.parametrize("tile", SPECIALIZED_TILES)
@@ -69,11 +72,7 @@ SPECIALIZED_NUMBERS = {
     "gelu, the weight on the input": {"activation": "gelu", "weight_on": "input", "bias": True},
     "fp16, in a workspace": {"weights": "fp16", "rows": "fp16", "H": 1024, "in_workspace": True},
     "half a tile of outputs, and one step": {"H": 128, "I": 64},
-    "one expert has all rows": {"routing": "one expert", "R": 333},
-    "few rows, most experts have none": {"R": 3, "L": 16, "routing": "sparse"},
-    "every row names an expert twice": {"routing": "duplicates", "R": 130, "K": 3},
-    "nobody": {"routing": "nobody"},
-}
+} | UNEVEN
 
 
 @pytest.mark.parametrize("tile", SPECIALIZED_TILES)

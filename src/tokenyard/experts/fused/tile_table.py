@@ -106,13 +106,13 @@ PACKED = {
         (inf, (((32, 0), (64, 32)), 2, 2, 4, 8, None), (((32, 0), (64, 32)), 2, 2, 4, 8, None)),
     ),
     "mxfp4": (
-        # On a GPU whose clock was low, and after a rest, V4-Pro's with 1 row each took 266.6 and 257.2 µs this way, and
-        # 270.8 and 254.3 as those with 1.5. Those of V4-Flash, with 1.5, took 96.5 and 94.9.
+        # Warm and rested, V4-Pro's with 1 row each took 266.6 and 257.2 µs with this line, 270.8 and 254.3 with the
+        # next, and 292.3 and 265.1 with one group of 8 warps. V4-Flash's with 1.5 rows took 96.5 and 94.9 there.
         (1.2, (((8, 0),), 2, 2, 4, 8, 128), (((8, 0),), 2, 2, 4, 8, 128)),
         (3, (((8, 0),), 2, 2, 4, 8, None), (((8, 0),), 1, 3, 4, 8, None)),
         (12, (((8, 0), (16, 0)), 2, 2, 4, 4, None), (((8, 0), (16, 0)), 2, 2, 4, 4, None)),
-        # Two groups of 8 warps share the rows that they load. V4-Pro's with 16 rows each took 564.9 and 513.3 µs, and
-        # 603.1 and 548.6 with one group; V4-Flash's with 24 took 175.9 and 170.2, and 180.3 and 174.3.
+        # Two groups of 8 warps share the rows that they load. Warm and rested, V4-Pro's with 16 rows each took 564.9
+        # and 513.3 µs, and 603.1 and 548.6 with one group; V4-Flash's with 24: 175.9 and 170.2, and 180.3 and 174.3.
         (28, (((16, 0), (32, 0)), 2, 2, 4, 8, 128), (((16, 0), (32, 0)), 2, 2, 4, 8, 128)),
         (80, (((32, 0), (64, 0)), 1, 3, 3, 8, 128), (((32, 0), (64, 0)), 1, 2, 4, 8, 128)),
         (inf, (((32, 0), (64, 32)), 2, 2, 4, 8, None), (((32, 0), (64, 32)), 2, 2, 4, 8, None)),

@@ -109,8 +109,8 @@ def round_numbers(
     and is counted itself. With ITEMS = 0 nothing is counted, and all blocks wait for the kernel before.
     """
     if EARLY and ITEMS == 0:
-        gdc_launch_dependents()  # the second product loads weights meanwhile, and waits for this kernel before its rows
         gdc_wait()
+        gdc_launch_dependents()
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = (I + 127) // 128
     PARTS: tl.constexpr = (TILE + ROWS - 1) // ROWS * ACROSS
@@ -118,6 +118,7 @@ def round_numbers(
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         tile, part = item // PARTS, item % PARTS
         start, count = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+        counter = tiles + 5 * max_tiles + tile
         if EARLY and ITEMS > 0:
             # Not earlier, so that the next kernel, which waits for counters alone, does not end before this block.
             if item + tl.num_programs(0) >= total:
@@ -125,7 +126,7 @@ def round_numbers(
         row = part // ACROSS * ROWS + tl.arange(0, ROWS)[:, None]
         if part // ACROSS * ROWS < count:
             if ITEMS > 0:
-                await_items(tiles + 5 * max_tiles + tile, tl.full([], ITEMS, tl.int32))
+                await_items(counter, tl.full([], ITEMS, tl.int32))
             place = (start + row).to(tl.int64)
             column = part % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             is_row = row < count
@@ -144,7 +145,7 @@ def round_numbers(
                 tl.store(inner_scales + block * num_places + place, scale, mask=is_row & (block < BLOCKS))
             if ITEMS > 0:
                 tl.debug_barrier()
-                tl.atomic_add(tiles + 5 * max_tiles + tile, 1, sem="release")
+                tl.atomic_add(counter, 1, sem="release")
 
 
 @triton.jit

@@ -191,12 +191,15 @@ def enough_for(count, BEFORE: gl.constexpr):
 
 
 @gluon.jit
-def counter_of(routes, tile, expert, FIRST: gl.constexpr):
-    """The index, in `routes.tiles`, of the counter of finished items: by tile in the first product, else by expert."""
-    if FIRST:
-        return 5 * routes.max_tiles + tile
-    else:
-        return 6 * routes.max_tiles + 4 + 2 * expert
+def tile_counter(routes, tile):
+    """The index, in `routes.tiles`, of the counter of a tile's finished items of the first product."""
+    return 5 * routes.max_tiles + tile
+
+
+@gluon.jit
+def expert_counter(routes, expert):
+    """The index, in `routes.tiles`, of the counter of an expert's finished items of the second product."""
+    return 6 * routes.max_tiles + 4 + 2 * expert
 
 
 @gluon.jit

@@ -29,12 +29,13 @@ from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels.items import (
     await_items,
     count_item,
-    counter_of,
     enough_for,
+    expert_counter,
     hear_item,
     next_stage,
     synchronize,
     take_item,
+    tile_counter,
     tile_of,
 )
 from tokenyard.experts.fused.kernels.packed import depends, finish_rows, start_copy, sums_layout
@@ -105,7 +106,7 @@ def load_stages(
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         next_expert, next_start, next_count, next_column, next_tile = tile_of(routes, item, items, ACROSS)
         if not PRODUCT.first:
-            await_items(routes.tiles + counter_of(routes, tile, expert, True), enough_for(count, BEFORE))
+            await_items(routes.tiles + tile_counter(routes, tile), enough_for(count, BEFORE))
         runs = (count + 63) // 64
         row_scale = row_scales + start + v
         unit = expert * (PRODUCT.lines // 64) + column * 2
@@ -128,7 +129,7 @@ def load_stages(
             start_copy(stages.row_scales.index(stage), row_scale + step * scale_stride, mask=v < count)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
-        uncounted = counter_of(routes, tile, expert, PRODUCT.first)
+        uncounted = tile_counter(routes, tile) if PRODUCT.first else expert_counter(routes, expert)
         expert, start, count, column, tile = next_expert, next_start, next_count, next_column, next_tile
     slot, slot_phase = next_stage(slot, slot_phase, 2)
     if uncounted >= 0:

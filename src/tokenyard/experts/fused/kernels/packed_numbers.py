@@ -30,12 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenyard.experts.fused.kernels.items import (
     await_items,
     count_item,
-    counter_of,
     enough_for,
+    expert_counter,
     hear_item,
     next_stage,
     synchronize,
     take_item,
+    tile_counter,
     tile_of,
 )
 from tokenyard.experts.fused.kernels.packed import (
@@ -214,7 +215,7 @@ def load_stages(
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         next_expert, next_start, next_count, next_column, next_tile = tile_of(routes, item, items, ACROSS)
         if not PRODUCT.first:
-            await_items(routes.tiles + counter_of(routes, tile, expert, True), enough_for(count, BEFORE))
+            await_items(routes.tiles + tile_counter(routes, tile), enough_for(count, BEFORE))
         lines = ()
         if PRODUCT.first:
             for n in gl.static_range(RUNS):
@@ -241,7 +242,7 @@ def load_stages(
                 ahead -= 1
                 fetch_rows(x_descriptor, stages, stage, start, step, count, TILES)
             stage, phase = next_stage(stage, phase, STAGES)
-        uncounted = counter_of(routes, tile, expert, PRODUCT.first)
+        uncounted = tile_counter(routes, tile) if PRODUCT.first else expert_counter(routes, expert)
         expert, start, count, column, tile = next_expert, next_start, next_count, next_column, next_tile
     slot, slot_phase = next_stage(slot, slot_phase, 2)
     if uncounted >= 0:

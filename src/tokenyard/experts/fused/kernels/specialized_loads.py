@@ -16,10 +16,10 @@ from tokenyard.experts.fused.kernels.items import (
     await_items,
     columns_of,
     count_item,
-    counter_of,
     next_stage,
     place_of,
     tell_item,
+    tile_counter,
     uniform,
 )
 from tokenyard.experts.fused.kernels.packed import start_copy
@@ -131,7 +131,7 @@ def load_item(
             ahead_stage, ahead_phase = next_stage(ahead_stage, ahead_phase, STAGES)
         if uncounted >= 0:
             count_item(routes, stages, uncounted, slot, slot_phase)
-        await_items(routes.tiles + counter_of(routes, tile, expert, True), columns_of(FIRST))
+        await_items(routes.tiles + tile_counter(routes, tile), columns_of(FIRST))
     place = start + gl.minimum(v % NEAR if PRODUCT.deep else v, count - 1)
     if PRODUCT.first:
         # Offsets in units of 16 bytes fit into 32 bits. Pointers are computed at each step, to save registers.
@@ -228,7 +228,7 @@ def load_items(
     uncounted = gl.to_tensor(-1)
     while item < items:
         if item < tiles * columns_of(FIRST):
-            here = counter_of(routes, tile, expert, True)
+            here = tile_counter(routes, tile)
             item, expert, start, count, column, tile, stage, phase = load_item(
                 w13_descriptor, w13_descriptor, rows, weights13, routes, stages, expert, start, count, column, tile,
                 tiles, uncounted, stage, phase, slot, slot_phase, FIRST, FIRST, SECOND, STAGES,
