@@ -8,9 +8,6 @@ import zlib
 import torch
 from hypothesis import HealthCheck, settings
 
-from tokenyard.group.devices import prepare_threads
-
-prepare_threads("cuda")  # before CUDA starts, which the next line asks it to
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels run on the CPU then
 

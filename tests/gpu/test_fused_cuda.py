@@ -370,14 +370,6 @@ def layer_of(weights: str, wire: str, world: int) -> ty.LayerSpec:
     )
 
 
-def warmed(layer: ty.LayerSpec) -> None:
-    """Compile what a layer needs before its ranks wait for each other."""
-    for rows in (5, 16):  # few enough to be summed inside the product, and more
-        for in_workspace in (True, False):
-            case = replace(BASE, weights=layer.weights, rows=layer.wire, R=rows, in_workspace=in_workspace)
-            built(case)(case.received(results=True))
-
-
 def run_layer(group, layer, tokens):
     """The outputs with fused experts, twice, and those of the reference."""
     x_TH, routes = batch(layer, tokens[group.rank], seed=group.rank)
@@ -395,7 +387,6 @@ def run_layer(group, layer, tokens):
 @pytest.mark.parametrize("tokens", [(16, 5), (3, 0, 24, 9)], ids=["2 ranks", "4 ranks"])
 def test_a_layer_on_one_sided(weights, wire, tokens):
     layer = layer_of(weights, wire, len(tokens))
-    warmed(layer)
     answers = on_ranks(len(tokens), run_layer, layer, tokens, device="cuda", deadline=120.0)
     for count, (first, second, expected, _) in zip(tokens, answers, strict=True):
         assert first.shape == (count, BASE.H)
@@ -438,5 +429,4 @@ def run_captured(group, layer, tokens):
 
 def test_a_captured_layer_on_one_sided():
     layer = layer_of("mxint4", "bf16", 2)
-    warmed(layer)
     assert max(on_ranks(2, run_captured, layer, 16, device="cuda", deadline=120.0)) < 2**-6

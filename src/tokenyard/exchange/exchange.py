@@ -60,6 +60,8 @@ from tokenyard.exchange.stats import LayerStats, LoadCounter
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.usability import Usability
 from tokenyard.formats.base import EncodedRows
+from tokenyard.gpu_kernels import COMPILING, ReadyKernels
+from tokenyard.group import make_together
 from tokenyard.group.base import Background, Group, Pending
 from tokenyard.group.one_thread import by_one_thread
 from tokenyard.routing import Routes
@@ -92,6 +94,7 @@ class Exchange:
         )
         self.transport.sms = sms
         self.stats: dict[str, LayerStats] = {}  # counters by layer
+        self.kernels = ReadyKernels(group.device)  # the kernels of this rank's GPU that calls may launch
         self.load = LoadCounter(group.device)  # choices that fell on each expert
         self.usability = Usability(group.rank)  # whether the plan is open, and not broken
         self.announcer = Announcer(self.transport, self.usability, plan_id)  # makes announcements
@@ -128,8 +131,20 @@ class Exchange:
         """Carry the same layers with other placements from the next dispatch on. All ranks call this, between calls."""
         self.transport.serve(specs)
 
-    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective."""
+    def warmup(self, specs: Sequence[ExchangeSpec], record: Callable[[], None] = lambda: None) -> None:
+        """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective.
+
+        `record` launches the kernels of their experts; nothing is launched in it, but their kernels are made ready.
+        """
+
+        def record_all() -> None:
+            self.transport.record_launches(specs)
+            record()
+
+        if self.group.device.type == "cuda":
+            make_together(
+                self.group, "loading kernels", partial(self.kernels.add, record_all), seconds=COMPILING
+            )
         self.transport.warmup(specs)
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:

@@ -56,13 +56,13 @@ from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.forwarding import Forwarding, host_map, inside_spec
 from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
 from tokenyard.exchange.one_sided import declarations
-from tokenyard.exchange.one_sided.control import COMPILING
 from tokenyard.exchange.one_sided.inside_host import InsideHost
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
+from tokenyard.gpu_kernels import COMPILING
 from tokenyard.group import make_together
 from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
@@ -193,6 +193,12 @@ class HierarchicalTransport(Transport):
         """What moves rows between hosts."""
         assert self._mailbox is not None, "a plan serves its layers before it sends rows"
         return self._mailbox
+
+    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.inside.record_launches([self._forwarding[spec.index].spec for spec in specs])
+
+    def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]:
+        return self.inside.samples(self._forwarding[spec.index].spec)[:1]
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inside.warmup([self._forwarding[spec.index].spec for spec in specs])

@@ -52,9 +52,11 @@ class Incoming:
             for rank, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
         ]
 
-    def slots(self) -> Tensor:
-        """The index of each row among `packets`, rank after rank."""
-        return numbered(self.starts, self.counts)
+    def slots(self) -> Tensor | None:
+        """The index of each row among `packets`, rank after rank; None if `packets` holds nothing else."""
+        if len(self.packets) == sum(self.counts) and not self.elsewhere:
+            return None
+        return numbered(self.starts, self.counts).to(self.packets.device)
 
 
 class Outgoing:

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, Reason
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
 from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import Format
 from tokenyard.group.base import Group, Pending
+from tokenyard.rows import ReceivedRows
 
 Term = TypeVar("Term")  # what the sum of a combine adds: a tensor of the caller's
 
@@ -143,6 +144,18 @@ class Transport(ABC):
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027
         """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective."""
+
+    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027
+        """Launch every kernel that round trips of these layers can launch, so that `gpu_kernels` records it."""
+
+    def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]:
+        """For each form in which rows of a layer arrive: a function that makes so many of them on the meta device."""
+
+        def sample(num_rows: int) -> ReceivedRows:
+            packets = torch.empty(num_rows, spec.dispatch_layout.stride, dtype=torch.uint8, device="meta")
+            return received_rows(spec, packets, [num_rows, *[0] * (self.group.size - 1)])
+
+        return [sample]
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait for calls that returned before their work was done; raise their errors. By default there are none."""

@@ -25,6 +25,11 @@ class Usability:
         # Why a wait for the other ranks has ended without an answer; None, if none has.
         self.broken_by: BaseException | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the plan was closed."""
+        return self._closed
+
     def close(self, *, left: bool = False) -> None:
         """Refuse all later calls; `left`: because the plan has let this rank go."""
         self._closed, self._left = True, self._left or left

@@ -99,6 +99,22 @@ class Experts(nn.Module, ABC):
         why = f"these experts run on {' and '.join(cls.devices)}, and rows are on {device}"
         return Reason(field="experts", value=cls.name, why=why)
 
+    @classmethod
+    def record_launches(
+        cls,
+        spec: ExpertsSpec,
+        received: Callable[[int], ReceivedRows],
+        most_rows: int,
+        *,
+        finalize: bool,
+        held: Experts | None = None,
+    ) -> None:
+        """Launch, by `gpu_kernels.launch`, every kernel that experts of this spec can need, so that it is recorded.
+
+        `received` makes rows as they will arrive, on the meta device; `most_rows` is the most of them. `held`: only
+        what these experts need, whose weights are held in one of several forms. By default there are no kernels.
+        """
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Reset the declarations about `compute` in a subclass that overrides it, unless it makes them itself."""
         super().__init_subclass__(**options)

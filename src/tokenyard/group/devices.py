@@ -18,7 +18,9 @@ stream when it starts.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -128,6 +130,16 @@ def reserve_memory(device: torch.device, *, large_pieces: int = 4) -> None:
     del pieces
 
 
+# By GPU: how many threads of this process are ranks on it, those that play ranks of other hosts included.
+_threads: Counter[torch.device] = Counter()
+_counting = threading.Lock()
+
+
+def threads_on(device: torch.device) -> int:
+    """How many threads of this process are ranks on a GPU now."""
+    return _threads[device]
+
+
 @contextmanager
 def rank_on(device: torch.device) -> Iterator[None]:
     """Run a thread rank on its device, and there on its own stream."""
@@ -138,5 +150,11 @@ def rank_on(device: torch.device) -> Iterator[None]:
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         reserve_memory(device)
-        yield
+        with _counting:
+            _threads[device] += 1
+        try:
+            yield
+        finally:
+            with _counting:
+                _threads[device] -= 1
     stream.synchronize()  # the result is read on another stream

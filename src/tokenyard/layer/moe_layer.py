@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from tokenyard.layer.pending import PendingBatch
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
+from tokenyard.planning.layer_kernels import load_kernels
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
@@ -69,6 +71,17 @@ class MoELayer(nn.Module):
         self._slot_of_L = self.slots.lookup(plan.group.device)  # None: the local id of an expert is its slot
         self.key = register(self)
         plan.layers[name] = self
+        self._load_kernels()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer, as `nn.Module` does; on a GPU its kernels are loaded before the first call."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._load_kernels()
+        return self
+
+    def _load_kernels(self) -> None:
+        """Load the kernels of these experts that the plan has not loaded: it did not know how weights are held."""
+        load_kernels(self.plan.exchange, self._wiring, self.experts)
 
     @property
     def wiring(self) -> Wiring:

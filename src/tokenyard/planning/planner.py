@@ -282,7 +282,9 @@ class Plan:
         self.exchange.close()
 
     def __str__(self) -> str:
-        return str(self.draft)
+        kernels = self.exchange.kernels
+        ready = f"\n  {kernels.device}: {kernels.readiness}" if kernels.readiness.kernels else ""
+        return f"{self.draft}{ready}"
 
 
 def plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tokenyard.errors import HandleError, unknown_name
@@ -16,6 +17,7 @@ from tokenyard.exchange import Exchange
 from tokenyard.group import Group
 from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft_as_told
+from tokenyard.planning.layer_kernels import record_experts
 from tokenyard.planning.rebalancing import HoldsExperts
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.wiring import Wiring
@@ -89,7 +91,7 @@ class PlanState:
     def warmup(self) -> None:
         """Compile and load all kernels before one runs that waits for other ranks. Collective."""
         with self.exchange.in_use():
-            self.exchange.warmup([wiring.exchange_spec for wiring in self.draft.wirings])
+            make_ready(self.exchange, self.draft)
 
     def load(self, *, reset: bool) -> dict[str, list[int]]:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group."""
@@ -125,8 +127,13 @@ def make_exchange(draft: Draft, group: Group, plan_id: int) -> Exchange:
         paranoid=draft.paranoid,
         sms=draft.sms,
     )
-    specs = [wiring.exchange_spec for wiring in draft.wirings]
-    made.serve(specs)
+    made.serve([wiring.exchange_spec for wiring in draft.wirings])
     with made.in_use():
-        made.warmup(specs)
+        make_ready(made, draft)
     return made
+
+
+def make_ready(exchange: Exchange, draft: Draft) -> None:
+    """Compile and load all kernels that calls of a draft's layers may launch. Collective over the group."""
+    specs = [wiring.exchange_spec for wiring in draft.wirings]
+    exchange.warmup(specs, partial(record_experts, exchange, draft.wirings))

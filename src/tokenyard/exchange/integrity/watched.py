@@ -51,7 +51,7 @@ from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
-from tokenyard.rows import LocalRoutes, RankRows, describe
+from tokenyard.rows import LocalRoutes, RankRows, ReceivedRows, describe
 
 Result = TypeVar("Result")
 
@@ -97,6 +97,12 @@ class WatchedTransport(Transport):
             return arrival
         inside = arrival.way_back.inside
         return replace(arrival, spec=inside.spec, counts_W=inside.counts_W)
+
+    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.inner.record_launches(specs)
+
+    def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]:
+        return self.inner.samples(spec)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inner.warmup(specs)

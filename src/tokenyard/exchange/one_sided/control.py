@@ -33,8 +33,6 @@ WORD = 8  # bytes
 TEXT_BYTES = 512
 # Where rows begin. From an odd multiple of 128 bytes on, long dispatches of bf16 rows took 5 to 6% longer on an H200.
 ROWS_ALIGNMENT = 1024
-# Seconds in which one rank may compile while the others wait, whatever the deadline of other waits.
-COMPILING = 900.0
 # A verdict is one word, a bit for each rank.
 MOST_RANKS = 63
 # The bit of a verdict that names no rank: the ranks that it names have left, and are not lost (`hierarchical`).

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,20 +32,22 @@ from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed,
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, SumAhead, UnencodedRows
 from tokenyard.exchange.one_sided import declarations
-from tokenyard.exchange.one_sided.control import COMPILING, DEPARTURE, VERDICT, ControlLayout, Trouble
+from tokenyard.exchange.one_sided.control import DEPARTURE, VERDICT, ControlLayout, Trouble
 from tokenyard.exchange.one_sided.device_results import DeviceResults, WayBack, choice_places, slots_of
 from tokenyard.exchange.one_sided.device_workspace import DeviceWorkspace
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.kernel_reports import KernelReports
 from tokenyard.exchange.one_sided.launch import Launcher
-from tokenyard.exchange.one_sided.operands import LAYER_BITS, DispatchSlots, Encoding, aligned
+from tokenyard.exchange.one_sided.operands import LAYER_BITS, DispatchSlots, Encoding
 from tokenyard.exchange.one_sided.side_stream import Done, SideStream
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Term, Transport
 from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
 from tokenyard.formats.base import Format
+from tokenyard.gpu_kernels import COMPILING, aligned, is_aligned
 from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
+from tokenyard.rows import ReceivedRows
 
 # The most slots of a workspace with which experts get every slot as a row (see *Checked*): with K = 8 and H = 7168,
 # fused experts take 120 MB for so many.
@@ -151,8 +154,16 @@ class CudaTransport(Transport):
         workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens, self.sms)
         self._reports = KernelReports(self.group, workspace)
 
+    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
+        for spec in specs:
+            self.launcher.rehearse(spec)
+
+    def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]:
+        slots = DispatchSlots(spec=spec, region=0, max_tokens=spec.max_tokens)
+        return [partial(self.workspace.sample, slots, in_slots=in_slots) for in_slots in (False, True)]
+
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Load every kernel on every rank, before the first one that waits."""
+        """Launch every kernel once, before the first one that waits."""
         over = [spec.layer for spec in specs if spec.index >= 1 << LAYER_BITS]
         if over:
             raise InputError(
@@ -171,13 +182,11 @@ class CudaTransport(Transport):
                     error.at(layer=spec.layer, rank=self.group.rank)
                     raise
         with self.group.patience(COMPILING):
-            for turn in range(2):  # one rank compiles, the others find what it has compiled
-                if turn == min(self.group.rank, 1):
-                    with self.launcher.on_device():
-                        for spec in specs:
-                            self.launcher.rehearse(spec)
-                    self.group.wait_for_device()
-                self.group.barrier(phase="loading kernels")
+            with self.launcher.on_device():
+                for spec in specs:
+                    self.launcher.rehearse(spec)
+            self.group.wait_for_device()
+            self.group.barrier(phase="loading kernels")
 
     def _check_graphs(self) -> None:
         """Raise, on all ranks, if a captured graph still uses the workspace, which would be replaced."""
@@ -366,11 +375,11 @@ class CudaTransport(Transport):
         )
 
     def _home(self, arrival: Arrival, ahead: SumAhead) -> Tensor | None:
-        """The tensor into which a sum that starts now is written; None if `out` is not contiguous."""
+        """The tensor into which a sum that starts now is written; None if it must be copied into `out`."""
         if ahead.out_TH is None:
             shape = (arrival.batch_tokens, arrival.spec.hidden_size)
             return torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device)
-        return ahead.out_TH if ahead.out_TH.is_contiguous() else None
+        return ahead.out_TH if is_aligned(ahead.out_TH) else None
 
     def sum(
         self,

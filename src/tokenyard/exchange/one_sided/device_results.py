@@ -13,6 +13,7 @@ from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome
 from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.one_sided.side_stream import Done
+from tokenyard.gpu_kernels import is_aligned
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class DeviceResults(ResultsAtHome):
         with self.transport.launcher.on_device():
             whole = (
                 out_TH
-                if out_TH.is_contiguous()
+                if is_aligned(out_TH)
                 else torch.empty_like(out_TH, memory_format=torch.contiguous_format)
             )
             self.transport.sum(self.arrival, whole, add, just_placed=self.just_placed)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout
-from tokenyard.exchange.one_sided.launch import Launcher
+from tokenyard.exchange.one_sided.launch import MOST_WAITING_BLOCKS, Launcher, most_waiting_blocks
 from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.group.base import Group
+from tokenyard.group.devices import threads_on
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+
+
+def _most_waiting(group: Group) -> int:
+    """The most blocks of this rank that may wait for the other ranks at a time. Collective."""
+    if group.device.type != "cuda":
+        return MOST_WAITING_BLOCKS
+    properties = torch.cuda.get_device_properties(group.device)
+    gpus = group.gather_json(str(properties.uuid), phase="sharing memory")
+    sharing = max(gpus.count(gpus[group.rank]), threads_on(group.device))
+    return most_waiting_blocks(sharing, properties.multi_processor_count)
 
 
 class DeviceWorkspace:
@@ -28,7 +42,14 @@ class DeviceWorkspace:
         self.layout, self.control, self.nbytes = layout, control, layout.nbytes
         self.buffers = group.share_memory(layout.nbytes)
         self.launcher = Launcher(
-            self.buffers, layout, control, group.rank, group.deadline, max_tokens, sms=sms
+            self.buffers,
+            layout,
+            control,
+            group.rank,
+            group.deadline,
+            max_tokens,
+            sms=sms,
+            most_waiting=_most_waiting(group),
         )
         # In the host's memory, by region and rank: rows that came, the rank's `max_tokens`, and rows that went there.
         self.host_counts = torch.zeros(
@@ -68,7 +89,7 @@ class DeviceWorkspace:
             )
         places = [torch.arange(n) + source * slots.max_tokens for source, n in enumerate(counts)]
         # From pageable memory: the copy has read it before `to` returns, and the host does not wait for the device.
-        slots_R = torch.cat(places).to(self._group.device, non_blocking=True)
+        slots_R = torch.cat(places).to(views["ids"].device, non_blocking=True)
         return ReceivedRows(
             rows=rows,
             routes=LocalRoutes(ids_RK=views["ids"][slots_R], weights_RK=views["weights"][slots_R]),
@@ -76,6 +97,26 @@ class DeviceWorkspace:
             extra={name: payload[slots_R] for name, payload in extra.items()},
             slots_R=slots_R,
             results=self.results_at(slots, slots_R),
+        )
+
+    def sample(self, slots: DispatchSlots, num_rows: int, *, in_slots: bool) -> ReceivedRows:
+        """Received rows as `received` gives them, on the meta device; `in_slots`: the first slots, empty or not."""
+        meta = copy(self)
+        meta.buffers = [torch.empty(self.nbytes, dtype=torch.uint8, device="meta")] * len(self.buffers)
+        if not in_slots:
+            each = slots.max_tokens
+            counts = [min(each, max(0, num_rows - each * rank)) for rank in range(len(self.buffers))]
+            return meta.received(slots, tuple(counts))
+        whole = meta.received(slots, None)
+        assert isinstance(whole.routes, LocalRoutes)
+        results = whole.results
+        return replace(
+            whole,
+            rows=whole.rows.slice(0, num_rows),
+            routes=LocalRoutes(
+                ids_RK=whole.routes.ids_RK[:num_rows], weights_RK=whole.routes.weights_RK[:num_rows]
+            ),
+            results=None if results is None else replace(results, rows_SH=results.rows_SH[:num_rows]),
         )
 
     def results_at(self, slots: DispatchSlots, slots_R: Tensor | None) -> CombineBuffer | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from tokenyard.exchange.batch import Arrival, Batch, ResultsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.group.base import Group, Pending
+from tokenyard.rows import ReceivedRows
 
 
 class InsideHost(Protocol):
@@ -20,6 +21,8 @@ class InsideHost(Protocol):
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None: ...
     def trim(self, specs: Sequence[ExchangeSpec]) -> None: ...
+    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None: ...
+    def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]: ...
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None: ...
     def close(self) -> None: ...
     def send(self, batch: Batch) -> Pending[Arrival]: ...

@@ -30,7 +30,6 @@ from tokenyard.exchange.one_sided.operands import (
     Load,
     ReturnLayout,
     Routing,
-    aligned,
     copied,
     expert_table,
     narrow,
@@ -40,12 +39,17 @@ from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import SlotLayout, WorkspaceLayout
 from tokenyard.formats import FORMATS, PlainFormat
 from tokenyard.formats.base import EncodedRows
+from tokenyard.gpu_kernels import aligned, launch
 from tokenyard.routing import Placement
 
 # The most tokens for which a dispatch is one launch, in which every block finds the slots of its own row.
 LONGEST_WHOLE = 64
 # The most blocks of a rank with which every block of `pull` waits for the other ranks itself (`MEETS`).
 MOST_WAITING_BLOCKS = 128
+# Ranks that share a GPU leave this share of its multiprocessors without such blocks. A multiprocessor changes how much
+# of its memory is shared memory only when it is idle: experts, which need much of it, do not start beside blocks that
+# need none, and these would wait for the results of those experts.
+FREE_OF_WAITING = 0.5
 # If the rank's multiprocessors are limited (`sms`): the elements, of several rows, that a block reads at a time, and
 # how many such reads are in flight, in shared memory. 4 × 2,048 bf16 rows of 4,096 to four ranks of an H200, with one
 # block for each, took 1.9 ms when nothing was read while rows were written, and take 1.35 ms.
@@ -54,6 +58,17 @@ PUSH_COLUMNS, PUSH_STAGES = 1 << 14, 3
 PULL_COLUMNS = 1 << 13
 # Bytes of shared memory that a block must be able to have for that.
 _SHARED_FOR_STAGES = 160 << 10
+
+
+def most_waiting_blocks(ranks_on_gpu: int, processors: int) -> int:
+    """The most blocks of a rank that may wait for the other ranks at a time, with so many ranks on its GPU.
+
+    >>> most_waiting_blocks(1, 132), most_waiting_blocks(4, 132)
+    (128, 16)
+    """
+    if ranks_on_gpu == 1:
+        return MOST_WAITING_BLOCKS
+    return min(MOST_WAITING_BLOCKS, int(processors * (1 - FREE_OF_WAITING)) // ranks_on_gpu)
 
 
 def _chunks(tokens: int) -> int:
@@ -85,7 +100,9 @@ class Launcher:
         *,
         ranks: int = 1,
         sms: int | None = None,
+        most_waiting: int = MOST_WAITING_BLOCKS,
     ) -> None:
+        self._most_waiting = most_waiting
         self.layout, self.control, self.rank, self.ranks = layout, control, rank, ranks
         self.sms = sms  # multiprocessors that the kernels of one rank may take; None: all
         self.world = len(buffers)
@@ -239,7 +256,7 @@ class Launcher:
 
         `fails`: 0, 1 if it failed, or 2 if it failed only in case the kernels have found bad ids.
         """
-        flags_room.signal_and_wait[(self.ranks,)](
+        launch(flags_room.signal_and_wait, (self.ranks,),
             self.peers, self.host_status, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
             WORLD=self.world, WIDE=self._wide, TURNS=self.control.turns, WAITS=waits, EARLY=early, num_warps=1,
             **_launch_early(early),
@@ -253,7 +270,7 @@ class Launcher:
         spec = slots.spec
         chunks, others = _chunks(routes.tokens), _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
         blocks = self._blocks(chunks + others)
-        push_room.assign[(blocks * self.ranks,)](
+        launch(push_room.assign, (blocks * self.ranks,),
             self._batch(spec, routes), self._counts, routes.choice_counts, self.peers, self.host_status,
             *self._sizes(slots, routes.tokens, blocks), *self._kernel_places(slots, routes.places, None), chunks,
             others, _chunks(self.max_tokens), LAYER=self._kernel_layer(spec), EARLY=self._early,
@@ -279,7 +296,7 @@ class Launcher:
         others = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
         blocks = self._blocks(triton.cdiv(row_parts, tiles.rows) + others)
         choice_counts = routes.choice_counts if whole else None  # else `assign` has counted
-        push_room.push[(blocks * self.ranks,)](
+        launch(push_room.push, (blocks * self.ranks,),
             load.rows, self._batch(spec, routes), choice_counts, self.peers, self.host_status,
             *self._sizes(slots, tokens, blocks), *self._kernel_places(slots, routes.places, load.name), row_parts,
             others, slots.layer,
@@ -375,7 +392,7 @@ class Launcher:
         1 when it is. With `tells_bad_ids` ranks whose ids were bad say so where all meet, and no rank has a result.
         """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
-        few = self._blocks(tokens * layout.tiles(tokens).parts) <= MOST_WAITING_BLOCKS
+        few = self._blocks(tokens * layout.tiles(tokens).parts) <= self._most_waiting
         apart = just_placed or one_block_waits or before_adding is not None or tells_bad_ids or not waits
         meets = few and not apart
         if not meets:
@@ -440,7 +457,7 @@ class Launcher:
         tiles, rows = layout.place_tiles(), results.shape[0] // self.ranks
         blocks = self._blocks(max(1, rows))
         encoding, spec = layout.encoding, slots.spec
-        pull_room.place[(blocks * self.ranks,)](
+        launch(pull_room.place, (blocks * self.ranks,),
             aligned(results), places_N, self.peers, rows, slots.max_tokens, self.rank, blocks, int(dense),
             *self._kernel_places(slots, layout.places), encoding.global_scale,
             ROW=encoding.row(spec.hidden_size, layout.padded, tiles), WORLD=self.world, WIDE=self._wide,
@@ -471,7 +488,7 @@ class Launcher:
         blocks = blocks_before if limited else max(1, tokens * tiles.parts)
         terms, spec = [*map(aligned, add), out_TH, out_TH], slots.spec
         owners = home_slots if owners_TK is None else owners_TK
-        pull_room.pull[(blocks * self.ranks,)](
+        launch(pull_room.pull, (blocks * self.ranks,),
             out_TH, terms[0], terms[1], home_slots, owners, self.peers, self.host_status, ended, begun,
             tokens, slots.max_tokens * spec.results_per_row, self.rank, blocks, blocks_before, slots.layer, len(add),
             *self._kernel_places(slots, layout.places), layout.encoding.global_scale, self.deadline,

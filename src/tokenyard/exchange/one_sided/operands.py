@@ -17,6 +17,7 @@ from tokenyard.exchange.one_sided.kernels import push as push_room
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import Format
+from tokenyard.gpu_kernels import aligned
 from tokenyard.routing import Placement
 
 # The most rows of a launch with which a row is spread over several blocks.
@@ -131,12 +132,6 @@ def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tu
     ]
     counts = [max(1, len(pairs)) for pairs in seen]
     return torch.tensor(rows, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and at a multiple of 16 bytes, as kernels are compiled for; a copy if need be."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def narrow(ids: Tensor) -> Tensor:

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError, Reason
-from tokenyard.experts.base import local_routes
+from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.fused.boxes import UNITS
 from tokenyard.experts.fused.kernel_choice import can_run_specialized, has_blocks, interprets
 from tokenyard.experts.fused.kernel_weights import KernelWeights
@@ -46,10 +47,11 @@ from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.formats import FORMATS, Fp8Block128, for_dtype
 from tokenyard.formats.base import EncodedRows
+from tokenyard.gpu_kernels import aligned, kernel_device
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
 if TYPE_CHECKING:
-    from tokenyard.experts.fused.operands import Destination
+    from tokenyard.experts.fused.operands import Destination, Launch
 
 
 class FusedExperts(KernelWeights):
@@ -96,16 +98,52 @@ class FusedExperts(KernelWeights):
             why = "Triton is not installed"
         return None if why is None else Reason(field="experts", value=cls.name, why=why)
 
+    @classmethod
+    def record_launches(
+        cls,
+        spec: ExpertsSpec,
+        received: Callable[[int], ReceivedRows],
+        most_rows: int,
+        *,
+        finalize: bool,
+        held: Experts | None = None,
+    ) -> None:
+        from tokenyard.experts.fused import prepared
+
+        if spec.num_local_experts == 0:
+            return
+        for experts in prepared.stand_ins(cls, spec) if held is None else [prepared.stand_in_for(held)]:
+            prepared.record_launches(experts, received, most_rows, finalize=finalize)
+
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Sort pairs, compute both products with the activation between them, and, with `finalize`, weight and sum."""
-        from tokenyard.experts.fused import launch, launch_hopper, operands
+        routes = local_routes(received)
+        _check_device(received)
+        # Before the launches, so that the host waits only for the rows that arrived, not for the products.
+        index_N = None if finalize else routes.pairs
+        to, result = self.launch(received, finalize=finalize)
+        if result is not None:
+            return result
+        assert index_N is not None
+        weights_N = routes.weights_RK.reshape(-1)[index_N].float()
+        return UnfinalizedRows(
+            rows_NH=to.partial_sums[index_N],
+            weights_N=torch.ones_like(weights_N) if self.spec.weight_on == "input" else weights_N,
+            index_N=index_N.clone(),  # the routes keep their own tensor
+            num_rows=len(routes.ids_RK),
+            top_k=self.spec.top_k,
+        )
+
+    def launch(
+        self, received: ReceivedRows, *, finalize: bool
+    ) -> tuple[Destination, ExpertRows | PlacedRows | None]:
+        """Launch the kernels for received rows; return where they write, and the result if it is finalized."""
+        from tokenyard.experts.fused import launch, operands
 
         spec, routes = self.spec, local_routes(received)
-        _check_device(received)
         rows, slots_R = self._rows(received)
-        ids_RK = routes.ids_RK.to(torch.int32).contiguous()
-        weights_RK = routes.weights_RK.contiguous()
+        ids_RK, weights_RK = aligned(routes.ids_RK.to(torch.int32)), aligned(routes.weights_RK)
         num_rows, top_k = ids_RK.shape
         if top_k != spec.top_k:
             raise InputError(
@@ -113,88 +151,68 @@ class FusedExperts(KernelWeights):
                 expected=f"{spec.top_k}, as the layer was planned for",
                 fix="pass the routes of this layer",
             )
-        pairs = expected_pairs(
-            num_rows,
-            top_k,
-            spec.num_local_experts,
-            spec.num_experts,
-            may_be_empty=received.may_be_empty,
-        )
-        tiles = self.choose_tiles(pairs, rows.format.name) if self.tile_configs is None else self.tile_configs
+        tiles = self.tiles_for(num_rows, rows.format.name, may_be_empty=received.may_be_empty)
         to, result = self._destination(received, num_rows, finalize=finalize)
-        # Before the launches, so that the host waits only for the rows that arrived, not for the products.
-        index_N = None if finalize else routes.pairs
-        device = rows.device
-        if num_rows and spec.num_local_experts:
-            early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            expands = self.is_packed and isinstance(tiles.inner, TileConfig)
-            as_codes = isinstance(tiles.inner, CodesTileConfig)
-            held = "fp8_block128" if expands or as_codes else self.held_format
-            inner = operands.Inner.empty(spec, to.partial_sums, tiles, held=held)
-            with launch.on_device(ids_RK):
-                sorted_pairs = launch.sort_on_device(
-                    ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
-                )
-                unit = UNITS[spec.weights] if self.is_boxed else 0
-                call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early, unit)
-                if expands:
-                    rows = launch.launch_row_blocks(rows, slots_R, num_rows, early=early)
-                    slots_R = None
-                elif self.is_packed and not as_codes and rows.format.name == "mxfp8":
-                    rows = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early)
-                    slots_R = None
-                counted = 0  # items that the second product counts for each tile
-                if expands:
-                    weights = self._expanded(early=early)
-                    assert launch_hopper.can_specialize(rows, weights), rows.format
-                    launch_hopper.launch_specialized(
-                        call, rows, slots_R, weights, inner, to, finalize=finalize
-                    )
-                elif self.is_packed:
-                    biases = (self._buffers.get("b13"), self._buffers.get("b2"))
-                    largest = (self._buffers.get("w13_largest"), self._buffers.get("w2_largest"))
-                    packed = launch_hopper.PackedCall(
-                        self._packed("w13"), self._packed("w2"), *biases, *largest
-                    )
-                    if as_codes:
-                        placed = launch.launch_placed_rows(call, rows, slots_R)
-                        counted = launch_hopper.launch_packed_codes(
-                            call, packed, placed, inner, to, finalize=finalize
-                        )
-                    else:
-                        x = rows.payloads["data"]
-                        counted = launch_hopper.launch_packed(
-                            call, packed, x, slots_R, inner, to, finalize=finalize
-                        )
-                else:
-                    if self._recodes_rows(rows.format.name):
-                        rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
-                    elif self._decodes_rows(rows.format.name):
-                        rows, slots_R = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early), None
-                    weights = self._seen_by_kernels()
-                    wanted = tiles.specialized and can_run_specialized(spec, device)
-                    if wanted and launch_hopper.can_specialize(rows, weights):
-                        launch_hopper.launch_specialized(
-                            call, rows, slots_R, weights, inner, to, finalize=finalize
-                        )
-                    else:
-                        numbers = launch.before_rounding(spec, inner)
-                        launch.launch_inner(call, rows, slots_R, weights, numbers)
-                        launch.launch_rounding(call, numbers, inner)
-                        launch.launch_result(call, weights, inner, to, finalize=finalize)
-                if finalize:
-                    launch.launch_sums(call, ids_RK, to, counted)
-        if result is not None:
-            return result
-        assert index_N is not None
-        weights_N = weights_RK.reshape(-1)[index_N].float()
-        return UnfinalizedRows(
-            rows_NH=to.partial_sums[index_N],
-            weights_N=torch.ones_like(weights_N) if spec.weight_on == "input" else weights_N,
-            index_N=index_N.clone(),  # the routes keep their own tensor
-            num_rows=num_rows,
-            top_k=top_k,
+        if not num_rows or not spec.num_local_experts:
+            return to, result
+        device = kernel_device(rows.device)
+        early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        with launch.on_device(ids_RK):
+            sorted_pairs = launch.sort_on_device(
+                ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
+            )
+            unit = UNITS[spec.weights] if self.is_boxed else 0
+            call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early, unit)
+            counted = self._launch_products(call, rows, slots_R, to, finalize=finalize)
+            if finalize:
+                launch.launch_sums(call, ids_RK, to, counted)
+        return to, result
+
+    def _launch_products(
+        self, call: Launch, rows: EncodedRows, slots_R: Tensor | None, to: Destination, *, finalize: bool
+    ) -> int:
+        """Launch both products; return how many items the second one counts for each tile, for the sums."""
+        from tokenyard.experts.fused import launch, launch_hopper, operands
+
+        spec, tiles, early, num_rows = self.spec, call.tile_configs, call.early, call.weights_RK.shape[0]
+        expands = self.is_packed and isinstance(tiles.inner, TileConfig)
+        as_codes = isinstance(tiles.inner, CodesTileConfig)
+        held = "fp8_block128" if expands or as_codes else self.held_format
+        inner = operands.Inner.empty(spec, to.partial_sums, tiles, held=held)
+        if expands or (not self.is_packed and self._recodes_rows(rows.format.name)):
+            rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
+        elif not as_codes and rows.format.name == "mxfp8" and (self.is_packed or self._decodes_rows("mxfp8")):
+            rows, slots_R = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early), None
+        if self.is_packed and not expands:
+            biases = (self._buffers.get("b13"), self._buffers.get("b2"))
+            largest = (self._buffers.get("w13_largest"), self._buffers.get("w2_largest"))
+            packed = launch_hopper.PackedCall(self._packed("w13"), self._packed("w2"), *biases, *largest)
+            if as_codes:
+                placed = launch.launch_placed_rows(call, rows, slots_R)
+                return launch_hopper.launch_packed_codes(call, packed, placed, inner, to, finalize=finalize)
+            x = rows.payloads["data"]
+            return launch_hopper.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
+        weights = self._expanded(early=early) if expands else self._seen_by_kernels()
+        wanted = expands or (tiles.specialized and can_run_specialized(spec, kernel_device(rows.device)))
+        if wanted and launch_hopper.can_specialize(rows, weights):
+            launch_hopper.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
+            return 0
+        assert not expands, rows.format
+        numbers = launch.before_rounding(spec, inner)
+        launch.launch_inner(call, rows, slots_R, weights, numbers)
+        launch.launch_rounding(call, numbers, inner)
+        launch.launch_result(call, weights, inner, to, finalize=finalize)
+        return 0
+
+    def tiles_for(self, num_rows: int, rows: str, *, may_be_empty: bool) -> TileConfigs:
+        """The tile configurations for a number of rows, which have the format `rows`."""
+        if self.tile_configs is not None:
+            return self.tile_configs
+        spec = self.spec
+        pairs = expected_pairs(
+            num_rows, spec.top_k, spec.num_local_experts, spec.num_experts, may_be_empty=may_be_empty
         )
+        return self.choose_tiles(pairs, rows)
 
     def choose_tiles(self, pairs: float, rows: str) -> TileConfigs:
         """The tile configurations for a number of (row, expert) pairs and rows of a format."""
@@ -208,7 +226,7 @@ class FusedExperts(KernelWeights):
             rounds = self.spec.inner is not None
             return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes, rounds=rounds)
         taken = weights if self._recodes_rows(rows) or self._decodes_rows(rows) else rows
-        specialized = can_run_specialized(self.spec, next(self.buffers()).device)
+        specialized = can_run_specialized(self.spec, kernel_device(next(self.buffers()).device))
         tiles = choose_tiles(
             pairs, experts, weights, rows=taken, specialized=specialized, boxed=self.is_boxed
         )
@@ -233,7 +251,11 @@ class FusedExperts(KernelWeights):
         if as_arrived and rows.format.name in taken and rows.scale_layout == "linear":
             return rows, received.slots_R
         dtype = torch.bfloat16 if self.is_packed else self.spec.dtype
-        return for_dtype(dtype).encode(self.incoming(received, dtype)), None
+        if rows.device.type == "meta":  # launches are recorded: there are no numbers to encode anew
+            numbers_RH = torch.empty(received.num_rows, self.spec.hidden_size, dtype=dtype, device="meta")
+        else:
+            numbers_RH = self.incoming(received, dtype)
+        return for_dtype(dtype).encode(numbers_RH), None
 
     def _destination(
         self, received: ReceivedRows, num_rows: int, *, finalize: bool

@@ -29,12 +29,16 @@ def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     w13, w2 = weights.w13, weights.w2
     if not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
         return False
-    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated or w13.device.type != "cuda":
+    return has_packed_kernels(spec, w13.device) and packing.can_pack(w13) and packing.can_pack(w2)
+
+
+def has_packed_kernels(spec: ExpertsSpec, device: torch.device) -> bool:
+    """Whether kernels for packed weights can compute a layer's products on a device, if its weights can be packed."""
+    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated or device.type != "cuda":
         return False
-    is_hopper = torch.cuda.get_device_capability(w13.device)[0] == 9
     # Rows are copied 16 bytes at a time.
     aligned = spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
-    return is_hopper and aligned and gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
+    return torch.cuda.get_device_capability(device)[0] == 9 and aligned and gluon_runs()
 
 
 def interprets() -> bool:

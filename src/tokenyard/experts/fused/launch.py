@@ -7,7 +7,7 @@ size launches the same kernels with another grid, or with other tiles.
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import Fp8Block128, QuantizedMatrix, for_dtype
 from tokenyard.formats.base import EncodedRows
+from tokenyard.gpu_kernels import kernel_device, launch
 
 # Pairs of a chunk. In a batch of one chunk, every block counts all pairs itself.
 CHUNK = 1024
@@ -64,6 +65,8 @@ _INTERPRETER = threading.RLock()
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which kernels are launched on the tensor's GPU; for CPU tensors, the lock of the interpreter."""
+    if tensor.is_meta:
+        return nullcontext()  # launches are recorded
     return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
 
 
@@ -77,16 +80,30 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(6 * max_tiles + 3 + 2 * experts, dtype=torch.int32, device=device)
     how_many = tiles[6 * max_tiles : 6 * max_tiles + 1]  # counters follow it
-    sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
+    sizes, options = (experts, bins, top_k, choices, CHUNK), launch_options(early)
     if chunks == 1:
-        sorting.sort_pairs[(experts,)](
-            ids_RK, order_N, tiles, how_many, rows, max_tiles, *sizes, tile, early, num_warps=4, **launch
+        launch(
+            sorting.sort_pairs,
+            (experts,),
+            ids_RK,
+            order_N,
+            tiles,
+            how_many,
+            rows,
+            max_tiles,
+            *sizes,
+            tile,
+            early,
+            num_warps=4,
+            **options,
         )
         return SortedOnDevice(order_N, tiles, how_many, max_tiles, None)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-    sorting.count_chunks[(chunks,)](ids_RK, counts, rows, *sizes, early, num_warps=4, **launch)
+    launch(sorting.count_chunks, (chunks,), ids_RK, counts, rows, *sizes, early, num_warps=4, **options)
     share = 4 * triton.cdiv(experts, 4 * SHARED_BY)
-    sorting.place_chunks[(chunks, triton.cdiv(experts, share))](
+    launch(
+        sorting.place_chunks,
+        (chunks, triton.cdiv(experts, share)),
         ids_RK,
         counts,
         order_N,
@@ -99,13 +116,14 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
         early,
         share,
         num_warps=4,
-        **launch,
+        **options,
     )
     return SortedOnDevice(order_N, tiles, how_many, max_tiles, counts)
 
 
 def blocks_for(items: int, device: torch.device) -> int:
     """How many blocks to launch for up to `items` items: one for each, or fewer, which then take several in turn."""
+    device = kernel_device(device)
     if device.type == "cpu":
         return max(1, min(items, 4))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -129,7 +147,7 @@ def launch_tiles(
     """Launch one product, whose tiles the kernel function `compute` computes."""
     rows, weights, results = given
     items, stages = call.sorted.max_tiles * tiles.across, config.stages * config.block // tiles.block
-    arguments.every_tile[(blocks_for(items, results.inner.device),)](
+    launch(arguments.every_tile, (blocks_for(items, results.inner.device),),
         *descriptors, rows, weights, call.routes, results, compute=compute, LAYER=layer, TILES=tiles,
         EARLY=call.early, num_warps=config.warps, num_stages=stages, **call.options,
     )  # fmt: skip
@@ -150,7 +168,7 @@ def launch_row_blocks(
     columns = min(1024, triton.next_power_of_2(format.padded_size(hidden_size)))
     at_a_time = rows_at_a_time(num_rows)
     items = triton.cdiv(num_rows, at_a_time) * triton.cdiv(hidden_size, columns)
-    row_blocks.recode_rows[(blocks_for(items, device),)](
+    launch(row_blocks.recode_rows, (blocks_for(items, device),),
         data, scales, data if slots_R is None else slots_R,
         blocks.payloads["data"], blocks.payloads["scales"], num_rows, data.stride(0), scales.stride(0),
         H=hidden_size, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
@@ -168,7 +186,7 @@ def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) 
     code_scales = torch.empty(width // SPLIT_BLOCK, places, device=device)
     columns, at_a_time = min(1024, triton.next_power_of_2(width)), rows_at_a_time(places)
     items = triton.cdiv(places, at_a_time) * triton.cdiv(hidden_size, columns)
-    row_blocks.place_rows[(blocks_for(items, device),)](
+    launch(row_blocks.place_rows, (blocks_for(items, device),),
         data, scales, data if slots_R is None else slots_R, codes, code_scales,
         call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, places, call.sorted.max_tiles,
         data.stride(0), scales.stride(0),
@@ -186,7 +204,7 @@ def launch_decoded_rows(
     data, scales = rows.payloads["data"], rows.payloads["scales"]
     numbers = torch.empty(num_rows, hidden_size, dtype=torch.bfloat16, device=rows.device)
     columns = min(1024, max(32, triton.next_power_of_2(hidden_size)))
-    row_blocks.decode_rows[(blocks_for(num_rows * triton.cdiv(hidden_size, columns), rows.device),)](
+    launch(row_blocks.decode_rows, (blocks_for(num_rows * triton.cdiv(hidden_size, columns), rows.device),),
         data, scales, data if slots_R is None else slots_R, numbers, num_rows, data.stride(0), scales.stride(0),
         H=hidden_size, HAS_SLOTS=slots_R is not None, COLUMNS=columns, EARLY=early,
         num_warps=4, **launch_options(early),
@@ -213,7 +231,7 @@ def launch_rounding(call: Launch, numbers: Inner, inner: Inner, items: int = 0) 
     wide = max(SPLIT_BLOCK, min(1024, triton.next_power_of_2(columns)))
     across, tile = triton.cdiv(columns, wide), call.tile_configs.inner.tile
     parts = call.sorted.max_tiles * triton.cdiv(tile, at_a_time) * across
-    fp8_split.round_numbers[(blocks_for(parts, inner.data.device),)](
+    launch(fp8_split.round_numbers, (blocks_for(parts, inner.data.device),),
         numbers.data, inner.data, inner.given().inner_scales,
         call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, inner.data.shape[0],
         I=columns, TILE=tile, ITEMS=items, ROWS=at_a_time, COLUMNS=wide, POWERS=call.spec.inner.power_of_two_scales,
@@ -229,7 +247,8 @@ def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec, *, boxed: b
     """
     if boxed or not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
         return False
-    if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] < 9:
+    device = kernel_device(matrix.device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
         return False
     sizes = (spec.hidden_size, spec.intermediate_size)
     return all(size % 8 == 0 for size in sizes) and matrix.data_ptr() % 16 == 0 and matrix.is_contiguous()
@@ -329,7 +348,7 @@ def launch_sums(call: Launch, ids_RK: Tensor, to: Destination, items: int) -> No
         rows_of_a_block, columns, warps = 16, 1024, 4
     columns = min(columns, triton.next_power_of_2(spec.hidden_size))
     grid = (triton.cdiv(rows, rows_of_a_block), triton.cdiv(spec.hidden_size, columns))
-    summing.sum_rows[grid](
+    launch(summing.sum_rows, grid,
         to.partial_sums, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R,
         call.sorted.how_many, rows, to.out.stride(0),
         H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),

@@ -33,6 +33,7 @@ from tokenyard.experts.fused.tile_configs import (
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import EncodedRows
+from tokenyard.gpu_kernels import kernel_device, launch
 
 if TYPE_CHECKING:
     from tokenyard.experts.fused.kernels.packed import PackedProduct
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 # By the most rows of a tile of `kernels.specialized`: the sizes of turned tiles, in rows, and the pipeline stages.
 # Larger tiles leave room in shared memory for fewer stages.
 TURNED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(kernel_device(device)).multi_processor_count)
 
 
 def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
@@ -50,7 +55,7 @@ def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> Quan
     data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=bases.device)
     units = experts * outputs // packing.OUTPUTS
     steps = triton.cdiv(inputs // packing.INPUTS, expanding.STEPS.value)
-    expanding.expand_matrices[(units * steps,)](
+    launch(expanding.expand_matrices, (units * steps,),
         expanding.Packed(matrix.words, matrix.scales.view(torch.int16), bases), data,
         OUTPUTS=outputs, INPUTS=inputs, GATED=matrix.gated, EARLY=early, num_warps=4, **launch_options(early),
     )  # fmt: skip
@@ -99,7 +104,7 @@ def launch_specialized(
     assert isinstance(config, TileConfig)
     widths, stages = TURNED[config.tile]
     turned = widths if config.tail or config.tile < 128 else ()
-    processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    processors = _processors(rows.device)
     x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
     H, I, interleaved = spec.hidden_size, spec.intermediate_size, spec.activation.interleaved  # noqa: E741
     w13, w2 = Matrices.of(weights.w13), Matrices.of(weights.w2)
@@ -115,7 +120,7 @@ def launch_specialized(
         for is_first in (True, False)
     )  # fmt: skip
     most = max_tiles * (triton.cdiv(I, 128) + triton.cdiv(H, 128))
-    specialized.specialized_products[(max(1, min(most, processors)),)](
+    launch(specialized.specialized_products, (max(1, min(most, processors)),),
         tma_descriptor(inner.data, min(config.tile, 64), I),
         tma_descriptor(w13.data, 128, call.unit or (2 * H if interleaved else H)),
         tma_descriptor(w2.data, 128, call.unit or I),
@@ -157,7 +162,7 @@ def launch_packed_codes(
 
     spec, config = call.spec, call.tile_configs.inner
     assert isinstance(config, CodesTileConfig)
-    processors = torch.cuda.get_device_properties(inner.data.device).multi_processor_count
+    processors = _processors(inner.data.device)
     places = len(inner.data)
     numbers = inner._replace(data=inner.scales.new_empty(places, spec.intermediate_size))
     before, across = arguments.Counted(0), 0
@@ -170,7 +175,7 @@ def launch_packed_codes(
         product = _packed_product(call, w, is_first=is_first, finalize=finalize)
         codes, scales = rows if is_first else (inner.data, inner.scales)
         across = triton.cdiv(product.lines, 128)
-        packed_codes.packed_codes_product[(max(1, min(call.sorted.max_tiles * across, processors)),)](
+        launch(packed_codes.packed_codes_product, (max(1, min(call.sorted.max_tiles * across, processors)),),
             tma_descriptor(codes, 64, product.width),
             tma_descriptor(w.words, 32, 32),
             scales,
@@ -253,7 +258,7 @@ def _launch_tiles(
     registers = {} if config.registers is None else {"maxnreg": config.registers}
     has_global = w.global_scale is not None
     across: int = triton.cdiv(product.lines, config.out * config.groups)
-    packed.packed_product[(across, call.sorted.max_tiles)](
+    launch(packed.packed_product, (across, call.sorted.max_tiles),
         rows.data, nothing if slots is None else slots, w.words, _decoded_scales(w),
         w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
         nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, results.partial_sums,
@@ -276,10 +281,10 @@ def _launch_numbers(
     """Launch one product with specialized warps (`kernels.packed_numbers`); returns how many items a tile has."""
     from tokenyard.experts.fused.kernels import packed_numbers
 
-    processors = torch.cuda.get_device_properties(rows.data.device).multi_processor_count
+    processors = _processors(rows.data.device)
     across: int = triton.cdiv(product.lines, 64 * config.units * config.groups)
     w_descriptor = tma_descriptor(w.words, 32, 32)
-    packed_numbers.packed_numbers_product[(max(1, min(call.sorted.max_tiles * across, processors)),)](
+    launch(packed_numbers.packed_numbers_product, (max(1, min(call.sorted.max_tiles * across, processors)),),
         w_descriptor if product.first else tma_descriptor(rows.data, config.run, product.inputs),
         w_descriptor,
         rows,
