@@ -37,6 +37,7 @@ from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost, shown
 from tokenyard.group.one_thread import OneThread
+from tokenyard.group.own_process import OwnProcess
 from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
@@ -128,7 +129,7 @@ class Background(Pending[Result]):
     def __init__(self, job: Callable[[], Result], *, name: str) -> None:
         found: list[Result] = []
         errors: list[BaseException] = []
-        settings = _torch_settings()
+        settings, own_process = _torch_settings(), OwnProcess(f"the thread {name!r}")
 
         def run() -> None:
             try:
@@ -138,6 +139,7 @@ class Background(Pending[Result]):
                 errors.append(error)
 
         def finish() -> Result:
+            own_process.check()  # a forked process has a copy of this object, but not the thread
             self.thread.join()
             if errors:
                 raise errors.pop()
@@ -204,6 +206,11 @@ class Group(ABC):
     num_hosts = 1
     _plans = 0
     _one_thread: OneThread
+
+    @property
+    def own_process(self) -> OwnProcess:
+        """Refuses calls in processes that are forked from the one that made the group."""
+        return self._one_thread.own_process
 
     @abstractmethod
     def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
@@ -472,7 +479,8 @@ class Group(ABC):
         return tuple(ranks)
 
     def _check_bytes(self, tensor: Tensor, dims: int, rows: int | None = None) -> Tensor:
-        """Raise unless `tensor` is contiguous bytes on the group's device."""
+        """Raise unless `tensor` is contiguous bytes on the group's device, and this is the group's own process."""
+        self.own_process.check()
         fits = tensor.dtype == torch.uint8 and tensor.dim() == dims and tensor.device.type == self.device.type
         if not fits or (rows is not None and tensor.shape[0] != rows):
             what = "a vector" if dims == 1 else f"a matrix of {rows} rows"
