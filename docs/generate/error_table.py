@@ -219,9 +219,9 @@ def _in_a_forked_process(group: Group) -> None:
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        error = pickle.load(pipe)
+        raised = pickle.load(pipe)
     os.waitpid(pid, 0)
-    raise error
+    raise raised
 
 
 def _writes_elsewhere(group: Group) -> None:

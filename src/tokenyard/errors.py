@@ -162,7 +162,7 @@ class ConcurrentUse(HandleError):
 class WrongProcess(HandleError):
     """A plan, a group or a layer was used in a process that was forked from the one that made it. Nothing was moved."""
 
-    when = "a forked process, such as a worker of a DataLoader, uses a plan, a group or a layer of its parent"
+    when = "a process that is forked from a rank uses a plan, a group or a layer of its parent"
 
 
 @dataclass(frozen=True, kw_only=True)

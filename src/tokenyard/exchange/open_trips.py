@@ -278,7 +278,7 @@ class _Call:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None and self._one_thread.own_process.is_here:
+            if error is not None:
                 self._failed(error)
         finally:
             self._one_thread.leave()

@@ -30,14 +30,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost, shown
 from tokenyard.group.one_thread import OneThread
-from tokenyard.group.own_process import OwnProcess
+from tokenyard.group.own_process import OwnProcess, not_pickled
 from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
@@ -463,6 +463,12 @@ class Group(ABC):
         for rank, other in enumerate(errors):
             if other is not None:
                 raise PeerFailed(rank, other, phase=what, rank=self.rank)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of what holds a group is used by the same rank
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise not_pickled(f"group {self.name!r}", fix="make the group in each process", rank=self.rank)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"

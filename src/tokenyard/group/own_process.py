@@ -21,7 +21,7 @@ from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from tokenyard.errors import WrongProcess
+from tokenyard.errors import HandleError, WrongProcess
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -81,6 +81,17 @@ def in_own_process(
         return method(self, *args, **kwargs)
 
     return checked
+
+
+def not_pickled(what: str, *, fix: str, layer: str | None = None, rank: int | None = None) -> HandleError:
+    """The error for an object that is to be pickled, or copied by what pickling uses (`copy.copy`)."""
+    return HandleError(
+        f"{what} was to be pickled, or copied with copy.copy",
+        expected="it to stay in its process: it stands on connections and memory that the ranks share",
+        fix=fix,
+        layer=layer,
+        rank=rank,
+    )
 
 
 def keep_in_children(kept: Any) -> None:

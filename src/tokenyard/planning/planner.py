@@ -23,7 +23,7 @@ from tokenyard.exchange import Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import READMISSION, Group
-from tokenyard.group.own_process import OwnProcess, in_own_process
+from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
@@ -69,7 +69,10 @@ class Plan:
 
     @property
     def layers(self) -> weakref.WeakValueDictionary[str, HoldsExperts]:
-        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last."""
+        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last.
+
+        If that is gone, and a copy of it is there (`copy.deepcopy`), it is the copy.
+        """
         return self._state.layers
 
     @property
@@ -293,6 +296,13 @@ class Plan:
             raise
         self.exchange.usability.joining = False
 
+    def add_copy(self, layer: HoldsExperts) -> None:
+        """Note a copy of a layer, which has weights of its own (`copy.deepcopy`): experts cannot move meanwhile."""
+        self._moves.under_way.check_still("copy.deepcopy of a layer")
+        if self._joining is not None:
+            self.exchange.usability.check()
+        self._state.copies.add(layer)
+
     def between_calls(self, layer: str) -> None:
         """Switch to experts that have finished moving, if all ranks are ready. A layer calls this before each call."""
         self.own_process.check(layer=layer)
@@ -306,6 +316,14 @@ class Plan:
         """
         self._moves.under_way.close()
         self.exchange.close()
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self  # a copy of a model calls the layers of the same plan
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise not_pickled(
+            "the plan", fix="make the plan on each rank, from the same layers", rank=self.group.rank
+        )
 
     def __str__(self) -> str:
         return str(self.draft)
