@@ -212,6 +212,7 @@ PAGES = (
                     "ContractError",
                     "HandleError",
                     "ConcurrentUse",
+                    "WrongProcess",
                     "GroupError",
                     "PeerFailed",
                     "PeerLost",

@@ -3,13 +3,14 @@
 A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The texts of the
 guide are made of both (`python -m docs.generate`), so that they cannot tell of an error that is gone, or
 of a message that nobody ever sees. They are the same on every machine: settings in the environment do not count, and
-a time that was waited is written as zero.
+a time that was waited is written as zero, and processes as 1, 2, ….
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from tokenyard.errors import (
     RankError,
     TokenyardError,
     UnknownName,
+    WrongProcess,
 )
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Disagreement, Group, launch, thread_groups
@@ -78,7 +80,11 @@ def what_you_see(kind: type[TokenyardError]) -> str:
         raised = f"{type(error).__name__}: {error}"
     if not raised.startswith(f"{kind.__name__}: "):
         raise AssertionError(f"the example of {kind.__name__} raises {raised}")
-    return re.sub(r"waited \d+\.\d s", "waited 0.0 s", raised)
+    raised = re.sub(r"waited \d+\.\d s", "waited 0.0 s", raised)
+    processes: dict[str, int] = {}
+    return re.sub(
+        r"(?<=process )\d+", lambda found: str(processes.setdefault(found[0], len(processes) + 1)), raised
+    )
 
 
 @contextmanager
@@ -202,6 +208,22 @@ def _from_two_threads(group: Group) -> None:
     layer(_rows(), _routes())
 
 
+def _in_a_forked_process(group: Group) -> None:
+    layer = _layer(group)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            layer(_rows(), _routes())
+        except TokenyardError as error:
+            os.write(writer, pickle.dumps(error))
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        raised = pickle.load(pipe)
+    os.waitpid(pid, 0)
+    raise raised
+
+
 def _writes_elsewhere(group: Group) -> None:
     layer = _layer(group, paranoid=True)
     compute = layer.experts.compute
@@ -229,6 +251,7 @@ EXAMPLES: dict[type[TokenyardError], Callable[[], object]] = {
     ContractError: lambda: _on_ranks(1, _wrong_result),
     HandleError: lambda: _on_ranks(1, _used_twice),
     ConcurrentUse: lambda: _on_ranks(1, _from_two_threads),
+    WrongProcess: lambda: _on_ranks(1, _in_a_forked_process),
     GroupError: _closed,
     PeerFailed: lambda: _on_ranks(2, lambda group: _layer(group)(_rows(32 + group.rank), _routes())),
     PeerLost: lambda: _on_ranks(2, _leaves),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import RankError as RankError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.errors import UnknownName as UnknownName
+    from tokenyard.errors import WrongProcess as WrongProcess
     from tokenyard.exchange import EXCHANGES as EXCHANGES
     from tokenyard.experts import EXPERTS as EXPERTS
     from tokenyard.experts import Experts as Experts
@@ -89,7 +90,7 @@ _HOMES = {
     "checkpoints": "Checkpoint load_experts open_checkpoint open_together",
     "duties": "Duty Party",
     "errors": "CheckpointError ConcurrentUse ContractError Corrupted Drifted GroupError HandleError InputError "
-    "PeerFailed PeerLost PlanBroken PlanError PlanMismatch RankError TokenyardError UnknownName",
+    "PeerFailed PeerLost PlanBroken PlanError PlanMismatch RankError TokenyardError UnknownName WrongProcess",
     "exchange": "EXCHANGES",
     "experts": "EXPERTS Experts ExpertsSpec ExpertWeights",
     "formats": "FORMATS EncodedRows Format Payload",

@@ -159,6 +159,12 @@ class ConcurrentUse(HandleError):
     when = "two threads use one plan, or one group, at the same time"
 
 
+class WrongProcess(HandleError):
+    """A plan, a group or a layer was used in a process that was forked from the one that made it. Nothing was moved."""
+
+    when = "a process that is forked from a rank uses a plan, a group or a layer of its parent"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """A change of a plan's arguments that was tried and fits: fields of the layer's spec, or the exchange."""

@@ -64,6 +64,7 @@ from tokenyard.gpu_kernels import COMPILING, ReadyKernels
 from tokenyard.group import make_together
 from tokenyard.group.base import Background, Group, Pending
 from tokenyard.group.one_thread import by_one_thread
+from tokenyard.group.own_process import OwnProcess, in_own_process
 from tokenyard.routing import Routes
 from tokenyard.rows import CombinedRows, ExpertResult, RankRows, RoutingLogits
 
@@ -106,13 +107,20 @@ class Exchange:
         self._batches = BatchMaker(self.transport, self.announcer, self._in_flight, self.load, self.stats)
         self._one_thread = self.trips.one_thread
 
+    @property
+    def own_process(self) -> OwnProcess:
+        """Refuses calls in processes that are forked from the one that made the plan."""
+        return self.usability.own_process
+
     # -- The layers ----------------------------------------------------------------------------------------
 
+    @in_own_process
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers from now on. Collective. Arrivals in flight are dropped: to combine one raises."""
         self.transport.serve(specs)
         self._served(specs)
 
+    @in_own_process
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers from now on, and give back memory that they do not need. Collective."""
         self.transport.trim(specs)
@@ -127,10 +135,12 @@ class Exchange:
         self._in_flight.clear()
         self.trips.end_all("the layers of the plan have changed")
 
+    @in_own_process
     def switch(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry the same layers with other placements from the next dispatch on. All ranks call this, between calls."""
         self.transport.serve(specs)
 
+    @in_own_process
     def warmup(self, specs: Sequence[ExchangeSpec], record: Callable[[], None] = lambda: None) -> None:
         """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective.
 
@@ -147,6 +157,7 @@ class Exchange:
             )
         self.transport.warmup(specs)
 
+    @in_own_process
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
         """A context in which the shape of an arrival does not depend on the routes, as a CUDA graph needs it."""
         return self.transport.fixed_shapes(max_tokens)
@@ -196,6 +207,7 @@ class Exchange:
         with self.usability.waiting():
             self.transport.synchronize()
 
+    @in_own_process
     def close(self) -> None:
         """Refuse all later calls, and give back shared memory.
 

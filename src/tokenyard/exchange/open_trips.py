@@ -10,6 +10,8 @@ usable. Ranks that are in different layers, phases or rounds see it in these ann
 
 **A loss.** A wait that ends without the others' answer (a rank is lost, or this one was interrupted) breaks the plan
 (`usability`): this rank makes no more announcements.
+
+**A fork.** A process that is forked in the middle of a call (by an expert, say) announces nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from tokenyard.errors import HandleError, PeerLost, TokenyardError
+from tokenyard.errors import HandleError, PeerLost, TokenyardError, WrongProcess
 from tokenyard.exchange.announcement import Announcer
 from tokenyard.exchange.batch import Arrival, Failure
 from tokenyard.exchange.in_flight import InFlightQueue
@@ -48,7 +50,7 @@ class OpenRoundTrips:
         self._rank = transport.group.rank
         self._open: list[RoundTrip] = []  # in the order of their starts
         self._traveling: Pending[Any] | None = None  # the phase that was started last
-        self.one_thread = OneThread("the plan")  # lets one thread at a time make calls
+        self.one_thread = OneThread("the plan", self._rank)  # lets one thread at a time make calls
 
     # -- Turns ---------------------------------------------------------------------------------------------
 
@@ -77,7 +79,7 @@ class OpenRoundTrips:
             if isinstance(error, PeerLost):
                 self._usability.break_by(error)
 
-        return _Call(self.one_thread, begin, failed)
+        return _Call(self.one_thread, layer, begin, failed)
 
     def travels(
         self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None
@@ -160,7 +162,7 @@ class OpenRoundTrips:
         def failed(error: BaseException) -> None:  # an interrupt is announced to the others, too
             self._end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
 
-        return _Call(self.one_thread, _nothing, failed)
+        return _Call(self.one_thread, trip.spec.layer, _nothing, failed)
 
     def _check_dropped(self, spec: ExchangeSpec | None = None) -> None:
         """Raise if a round trip was dropped unfinished; `spec`: this is asked before a dispatch of that layer."""
@@ -211,6 +213,8 @@ class OpenRoundTrips:
 
     def _fail(self, spec: ExchangeSpec, error: BaseException, tell: Callable[[], None]) -> NoReturn:
         """Announce by `tell` that this rank failed, unless the plan is broken; then raise its error."""
+        if not self._usability.own_process.is_here:
+            raise error
         if isinstance(error, TokenyardError):
             error.at(layer=spec.layer, rank=self._rank)
         if isinstance(error, PeerLost):
@@ -236,6 +240,7 @@ class OpenRoundTrips:
 
     def tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals, if these were given up, only to announce that."""
+        self._usability.own_process.check(layer=spec.layer)
         for arrival, error in self._in_flight.take_given_up():
             with self._usability.waiting(spec):
                 self._announce_failed_combine(arrival, error)
@@ -247,15 +252,22 @@ class _Call:
     A class and no generator, because every call of a layer enters some, and a generator takes microseconds more.
     """
 
-    __slots__ = ("_begin", "_failed", "_one_thread")
+    __slots__ = ("_begin", "_failed", "_layer", "_one_thread")
 
     def __init__(
-        self, one_thread: OneThread, begin: Callable[[], None], failed: Callable[[BaseException], None]
+        self,
+        one_thread: OneThread,
+        layer: str | None,
+        begin: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
-        self._one_thread, self._begin, self._failed = one_thread, begin, failed
+        self._one_thread, self._layer, self._begin, self._failed = one_thread, layer, begin, failed
 
     def __enter__(self) -> None:
-        self._one_thread.enter()
+        try:
+            self._one_thread.enter()
+        except WrongProcess as error:
+            raise error.at(layer=self._layer) from None
         try:
             self._begin()
         except BaseException:

@@ -1,5 +1,7 @@
 """Whether a plan can be used: not after it was closed, nor after a wait has ended without the others' answer.
 
+Nor in a process that is forked from the one that made it.
+
 After such a wait this rank does not know what the others have received, and a late answer must not be taken for an
 answer to a later call.
 """
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from tokenyard.errors import Drifted, HandleError, PeerLost, PlanBroken, TokenyardError
 from tokenyard.exchange.passes import TooManyRows
 from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.group.own_process import OwnProcess
 
 
 class Usability:
@@ -19,6 +22,7 @@ class Usability:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.own_process = OwnProcess("the plan", rank)  # the process in which the plan can be used
         self._closed = False
         self._left = False
         self.joining = False  # whether this rank joins the plan, and its experts have not come yet
@@ -50,7 +54,8 @@ class Usability:
         return PlanBroken(cause, rank=self._rank)
 
     def check_open(self, *, layer: str | None = None) -> None:
-        """Raise if the plan is closed."""
+        """Raise if the plan is closed, or made by another process."""
+        self.own_process.check(layer=layer)
         if self._left:
             raise HandleError(
                 "the plan has let this rank go (`plan.shrink`)",
@@ -69,7 +74,8 @@ class Usability:
             )
 
     def check(self, *, layer: str | None = None) -> None:
-        """Raise if the plan is closed, or broken."""
+        """Raise if the plan is closed, broken, or made by another process."""
+        self.own_process.check(layer=layer)
         if self._closed:
             self.check_open(layer=layer)
         if self.broken_by is not None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -126,6 +126,10 @@ class GroupedExperts(Experts):
         if self._last is None or self._last[0] != buffers:
             self._last = buffers, super().weights
         return self._last[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for a copy, without what is cached: it is found by the ids of this object's buffers."""
+        return {name: value for name, value in vars(self).items() if name not in ("_last", "_single")}
 
     def _single_matrices(self, weights: ExpertWeights) -> tuple[list[Tensor], list[Tensor]]:
         """Transposed views of each expert's matrices, cached, since making a view takes some microseconds."""

@@ -30,13 +30,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost, shown
 from tokenyard.group.one_thread import OneThread
+from tokenyard.group.own_process import OwnProcess, not_pickled
 from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
@@ -128,7 +129,7 @@ class Background(Pending[Result]):
     def __init__(self, job: Callable[[], Result], *, name: str) -> None:
         found: list[Result] = []
         errors: list[BaseException] = []
-        settings = _torch_settings()
+        settings, own_process = _torch_settings(), OwnProcess(f"the thread {name!r}")
 
         def run() -> None:
             try:
@@ -138,6 +139,7 @@ class Background(Pending[Result]):
                 errors.append(error)
 
         def finish() -> Result:
+            own_process.check()  # a forked process has a copy of this object, but not the thread
             self.thread.join()
             if errors:
                 raise errors.pop()
@@ -204,6 +206,11 @@ class Group(ABC):
     num_hosts = 1
     _plans = 0
     _one_thread: OneThread
+
+    @property
+    def own_process(self) -> OwnProcess:
+        """Refuses calls in processes that are forked from the one that made the group."""
+        return self._one_thread.own_process
 
     @abstractmethod
     def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
@@ -457,6 +464,12 @@ class Group(ABC):
             if other is not None:
                 raise PeerFailed(rank, other, phase=what, rank=self.rank)
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of what holds a group is used by the same rank
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise not_pickled(f"group {self.name!r}", fix="make the group in each process", rank=self.rank)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
 
@@ -472,7 +485,8 @@ class Group(ABC):
         return tuple(ranks)
 
     def _check_bytes(self, tensor: Tensor, dims: int, rows: int | None = None) -> Tensor:
-        """Raise unless `tensor` is contiguous bytes on the group's device."""
+        """Raise unless `tensor` is contiguous bytes on the group's device, and this is the group's own process."""
+        self.own_process.check()
         fits = tensor.dtype == torch.uint8 and tensor.dim() == dims and tensor.device.type == self.device.type
         if not fits or (rows is not None and tensor.shape[0] != rows):
             what = "a vector" if dims == 1 else f"a matrix of {rows} rows"

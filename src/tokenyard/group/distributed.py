@@ -37,6 +37,7 @@ from tokenyard.group.devices import resolve_device
 from tokenyard.group.failure_detector import LOOK, FailureDetector, within
 from tokenyard.group.hosts import this_host
 from tokenyard.group.one_thread import OneThread, by_one_thread
+from tokenyard.group.own_process import in_own_process, keep_in_children
 from tokenyard.group.readmission import (
     PHASE,
     READMISSION,
@@ -118,7 +119,10 @@ class DistributedGroup(Group):
             self._carrier = device
         self._rejoin_store = rejoin_store
         self._broken: str | None = None
-        self._one_thread = OneThread(f"group {name!r}")
+        self._one_thread = OneThread(f"group {name!r}", self.rank)
+        # Freeing the connections, or the store, would end those of the parent: both processes have the same sockets.
+        keep_in_children(self)
+        keep_in_children(process_group)  # it may outlive this object
         self._readmissions = 0
         self._all_met = False
         self._splits: dict[tuple[tuple[int, ...], str], int] = {}
@@ -277,6 +281,7 @@ class DistributedGroup(Group):
         detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
         return self.lost(missing, phase=phase, waited=waited, detail=detail)
 
+    @in_own_process
     def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
         found = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline) or list(ranks)
         detail = "; ".join(filter(None, [self._detector.detail, self._detector.silent]))
@@ -307,6 +312,7 @@ class DistributedGroup(Group):
             rank=self.rank,
         )
 
+    @in_own_process
     def share_memory(self, nbytes: int) -> list[Tensor]:
         if self.device.type == "cpu":
             return share_between_processes(self, nbytes)
@@ -314,12 +320,14 @@ class DistributedGroup(Group):
             raise self._is_broken()
         return share_between_gpus(self, self._rejoin_store.store, nbytes)
 
+    @in_own_process
     def gone(self) -> dict[int, str]:
         return self._detector.gone()
 
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
 
+    @in_own_process
     def subgroup(
         self,
         ranks: Sequence[int],
@@ -375,19 +383,23 @@ class DistributedGroup(Group):
     def address(self) -> str:
         return address_of(self._rejoin_store.store, self._rejoin_store.group_key)
 
+    @in_own_process
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
         return self._fill(check_lost(lost, self.rank, self.size), seconds)
 
+    @in_own_process
     def admit(
         self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
     ) -> DistributedGroup:
         check_count(count, self.rank)
         return self._fill(range(self.size, self.size + count), seconds, check)
 
+    @in_own_process
     def decide(self, question: str, answer: str) -> str:
         key = self._key_of(question)
         return str(self._ask_store(lambda store: store.compare_set(key, "", answer).decode()))
 
+    @in_own_process
     def decided(self, question: str) -> str | None:
         key = self._key_of(question)
         answer: str | None = self._ask_store(
@@ -440,6 +452,7 @@ class DistributedGroup(Group):
         if self._detector.silent:
             raise _lost_store(self.name, self._detector.silent, self.rank)
 
+    @in_own_process
     def close(self) -> None:
         """Close this group. The process group belongs to whoever made it, and can be destroyed now."""
         if self._process_group is not None:

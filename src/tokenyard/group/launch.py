@@ -26,6 +26,7 @@ from tokenyard.errors import InputError, RankError, shown
 from tokenyard.group.base import DEFAULT_DEADLINE, check_deadline
 from tokenyard.group.devices import MOST_THREADS_ON_CUDA, devices_of_ranks, rank_on
 from tokenyard.group.hosts import hosts_of_ranks
+from tokenyard.group.own_process import OwnProcess, end_forked_child
 from tokenyard.group.process_ranks import first_error, launch_processes
 from tokenyard.group.threads import ThreadGroup, thread_groups
 
@@ -124,14 +125,19 @@ def _launch_threads(
     errors: list[tuple[int, BaseException]] = []
     intra_op_before = torch.get_num_threads()
 
-    done = [threading.Event() for _ in range(world)]
+    done, own_process = [threading.Event() for _ in range(world)], OwnProcess("launch")
 
     def run(rank: int) -> None:
         try:
             torch.set_num_threads(intra_op)
             with rank_on(groups[rank].device):
-                results[rank] = fn(groups[rank], *args)
+                result = fn(groups[rank], *args)
+                if not own_process.is_here:
+                    end_forked_child(None)
+                results[rank] = result
         except BaseException as error:
+            if not own_process.is_here:
+                end_forked_child(error)
             errors.append((rank, error))
             groups[rank].leave(f"it raised {type(error).__name__}: {error}")
         else:

@@ -1,4 +1,4 @@
-"""One thread at a time: the calls of a plan, or of a group, must have the same order on every rank."""
+"""One thread at a time, of one process: the calls of a plan, or of a group, have the same order on every rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from tokenyard.errors import ConcurrentUse
+from tokenyard.group.own_process import OwnProcess
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -18,6 +19,7 @@ class OneThread:
     """A lock around the calls of a plan or a group that raises in a second thread, in place of letting it wait.
 
     With two threads, the order of calls could differ from rank to rank. A thread may make calls inside its own calls.
+    Processes that are forked from the one that made this lock may make none.
 
     >>> plan = OneThread("the plan")
     >>> with plan, plan:
@@ -25,8 +27,9 @@ class OneThread:
     inside
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, rank: int | None = None) -> None:
         self._what = what
+        self.own_process = OwnProcess(what, rank)  # refuses calls in processes that are forked from this one
         self._lock = threading.RLock()
         self._user = 0  # the ident of the thread that entered last
         self._helper: threading.Thread | None = None
@@ -38,6 +41,7 @@ class OneThread:
 
     def await_helper(self) -> None:
         """Wait until the helper thread has ended; in the helper itself, return at once."""
+        self.own_process.check()
         helper = self._helper
         if helper is not None and helper is not threading.current_thread():
             helper.join()
@@ -50,7 +54,8 @@ class OneThread:
         return names.get(self._user, "")
 
     def enter(self) -> None:
-        """Acquire the lock for this thread, until `leave`; raise if another thread has it."""
+        """Acquire the lock for this thread, until `leave`; raise if another thread has it, or in a forked process."""
+        self.own_process.check()
         if self._helper is not None:
             self.await_helper()
         if not self._lock.acquire(False):

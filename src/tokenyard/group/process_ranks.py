@@ -29,6 +29,7 @@ from tokenyard.group.devices import let_ranks_share_a_gpu, prepare_process, why_
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
 from tokenyard.group.forkserver import start_forkserver
 from tokenyard.group.hosts import HOST_VARIABLE
+from tokenyard.group.own_process import OwnProcess, end_forked_child
 from tokenyard.group.readmission import READMISSION, TCPStore, address_of, group_key_of
 from tokenyard.group.rejoining import rejoin
 
@@ -249,6 +250,9 @@ def _rank_main(
     # The forkserver still has the environment of the first launch.
     os.environ.clear()
     os.environ.update(environment)
+    own_process = OwnProcess(f"rank {rank}")
+    # Otherwise `launch` would not see this process end before the processes that it has forked.
+    os.register_at_fork(after_in_child=parent.close)
     released = threading.Event()
     threading.Thread(target=_watch_parent, args=(parent, released), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its ranks
@@ -266,8 +270,13 @@ def _rank_main(
             group = _find_each_other(rank, devices, port, deadline)
         else:
             group = rejoin(rejoins, rank=rank, device=devices[rank], seconds=max(deadline, READMISSION))
-        outcome, report = "result", _packed(fn(group, *args), rank)
+        result = fn(group, *args)
+        if not own_process.is_here:
+            end_forked_child(None)
+        outcome, report = "result", _packed(result, rank)
     except BaseException as error:
+        if not own_process.is_here:
+            end_forked_child(error)
         outcome, report = "error", pickle.dumps(("error", _picklable(error), _where_raised(error)))
     with contextlib.suppress(OSError):  # the parent may have ended
         parent.send_bytes(report)

@@ -9,6 +9,9 @@ process could take first, and no limit of /dev/shm applies.
 Memory that one rank fills and others may map later (`mappable_memory`, for weights) keeps its descriptor as long as
 it is in use in the rank's process. Then its pages are freed, even if others still map them.
 
+A process that is forked from a rank would share all of this. It gets memory of its own instead, at the same addresses:
+for weights a copy that is made as it is written, for the rest zeros. What it writes or frees there reaches no rank.
+
 Pitfalls of Python: `mmap.mmap` keeps a descriptor of its own, and `mmap.close()` under a live tensor is a crash. This
 module therefore calls `mmap` of libc, and unmaps memory with its last tensor. `multiprocessing.shared_memory` is not
 used, because it unlinks a segment when an unrelated process exits.
@@ -38,6 +41,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
+# Values of Linux on x86 and Arm, which Python 3.11 does not name.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
@@ -68,6 +73,7 @@ def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
 Address = dict[str, int]  # where other processes find the memory of a tensor
 
 _descriptors: dict[int, int] = {}  # of mappable memory, by the address that it has in this process
+_mapped: dict[int, int] = {}  # bytes of each mapping of this process, by its address
 
 
 def mappable_memory(nbytes: int) -> Tensor:
@@ -87,8 +93,10 @@ def mappable_memory(nbytes: int) -> Tensor:
 
 def _give_back(start: int, nbytes: int) -> None:
     """Free the pages. Processes that still map them read zeros from then on."""
-    os.close(_descriptors.pop(start))
-    _libc.madvise(start, nbytes, mmap.MADV_REMOVE)
+    descriptor = _descriptors.pop(start, None)
+    if descriptor is not None:  # in a forked process, the pages are those of its parent
+        os.close(descriptor)
+        _libc.madvise(start, nbytes, mmap.MADV_REMOVE)
 
 
 def address_of(tensor: Tensor) -> Address | None:
@@ -141,6 +149,27 @@ def _mapping(descriptor: int, nbytes: int, flags: int = 0) -> Any:
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapped = (ctypes.c_ubyte * nbytes).from_address(address)
+    _mapped[address] = nbytes
     # Not at exit: something may still use the memory then, and the end of the process unmaps it anyway.
-    weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
+    weakref.finalize(mapped, _unmap, address, nbytes).atexit = False
     return mapped
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    del _mapped[address]  # before: another thread may map memory at that address at once
+    _libc.munmap(address, nbytes)
+
+
+def _part_from_parent() -> None:
+    """In a forked process, put memory of its own in the place of all that its parent shares with other ranks."""
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    for address, nbytes in _mapped.items():
+        descriptor = _descriptors.pop(address, None)
+        if descriptor is None:
+            _libc.mmap(address, nbytes, access, flags | mmap.MAP_ANONYMOUS, -1, 0)
+        else:
+            _libc.mmap(address, nbytes, access, flags, descriptor, 0)
+            os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_part_from_parent)

@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import (
 
 from tokenyard.errors import GroupError
 from tokenyard.group.devices import OVERLAPPING_DEVICES
+from tokenyard.group.own_process import keep_in_children
 
 if TYPE_CHECKING:
     from tokenyard.group.base import Group
@@ -112,6 +113,7 @@ def share_between_gpus(group: Group, store: Store, nbytes: int) -> list[Tensor]:
         buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size)]
         for buffer in buffers:
             keep_with(buffer, (handle, mine))
+            keep_in_children(buffer)  # there is no CUDA context that could unmap it
     except RuntimeError as raised:
         error = f"the memory of the other ranks cannot be mapped ({_first_line(raised)})"
     group.all_or_none(

@@ -33,6 +33,7 @@ from tokenyard.group.devices import prepare_threads, resolve_device, warn_if_thr
 from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
+from tokenyard.group.own_process import in_own_process
 from tokenyard.group.readmission import (
     PHASE,
     READMISSION,
@@ -227,7 +228,7 @@ class ThreadGroup(Group):
         self._calls = self._readmissions = 0
         self._splits: dict[tuple[tuple[int, ...], str], int] = {}
         self._closed = False
-        self._one_thread = OneThread(f"group {name!r}")
+        self._one_thread = OneThread(f"group {name!r}", rank)
 
     def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
         return self._start(kind, value, phase).wait()
@@ -319,6 +320,7 @@ class ThreadGroup(Group):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return posted
 
+    @in_own_process
     def share_memory(self, nbytes: int) -> list[Tensor]:
         error = too_much(nbytes, self.size) if self.device.type == "cpu" else None
         mine = torch.empty(0, dtype=torch.uint8)
@@ -330,16 +332,19 @@ class ThreadGroup(Group):
         self.all_or_none("sharing memory", error)
         return self._read(self._meet("shares memory", mine, "sharing memory"))
 
+    @in_own_process
     def gone(self) -> dict[int, str]:
         with self._meeting_point.lock:
             return dict(self._meeting_point.gone)
 
+    @in_own_process
     def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
         return self._meeting_point.give_up(ranks, waited).error(self.rank, phase)
 
     def host(self) -> str:
         return self._meeting_point.hosts[self.rank]
 
+    @in_own_process
     def subgroup(
         self,
         ranks: Sequence[int],
@@ -370,19 +375,23 @@ class ThreadGroup(Group):
     def address(self) -> str:
         return self._invitations.address
 
+    @in_own_process
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
         return self._fill(check_lost(lost, self.rank, self.size), seconds)
 
+    @in_own_process
     def admit(
         self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
     ) -> ThreadGroup:
         check_count(count, self.rank)
         return self._fill(range(self.size, self.size + count), seconds)
 
+    @in_own_process
     def decide(self, question: str, answer: str) -> str:
         decided = self._meeting_point.successors.decided
         return decided.setdefault(question, answer)  # atomic
 
+    @in_own_process
     def decided(self, question: str) -> str | None:
         return self._meeting_point.successors.decided.get(question)
 
@@ -423,10 +432,12 @@ class ThreadGroup(Group):
         self.deadline = deadline
         return self
 
+    @in_own_process
     def leave(self, why: str) -> None:
         """Tell the other ranks that this rank has ended."""
         self._meeting_point.leave(self.rank, why)
 
+    @in_own_process
     def close(self) -> None:
         self._closed = True
 

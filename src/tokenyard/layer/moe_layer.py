@@ -11,9 +11,10 @@ x_TH ── router ──► routes
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group.base import Background
+from tokenyard.group.own_process import not_pickled
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
 from tokenyard.layer.pending import PendingBatch
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
@@ -42,6 +44,8 @@ class MoELayer(nn.Module):
     `weights` are those of this rank's experts: `all_weights.select(plan.local_experts(name))`. They are
     copied, or with `adopt=True` used without a copy. `shared` experts run on this rank's own tokens, and their output
     is added once.
+
+    `copy.deepcopy` of a layer shares its plan, and has weights of its own. All ranks call the copies in one order, too.
     """
 
     plan: Plan  # the plan that all ranks agreed on
@@ -82,6 +86,24 @@ class MoELayer(nn.Module):
     def _load_kernels(self) -> None:
         """Load the kernels of these experts that the plan has not loaded: it did not know how weights are held."""
         load_kernels(self.plan.exchange, self._wiring, self.experts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        memo[id(self)] = made = type(self).__new__(type(self))
+        # What the plan says of the layer is shared with the copy.
+        memo |= {id(value): value for value in (self._wiring, self._built_for, self.experts.spec)}
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        made.key = register(made)
+        self.plan.add_copy(made)
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise not_pickled(
+            "a layer",
+            fix="save `layer.state_dict()`, and load it into a layer that is made with a plan; copy.deepcopy copies a "
+            "layer within its process",
+            layer=self.name,
+            rank=self.plan.group.rank,
+        )
 
     @property
     def wiring(self) -> Wiring:

@@ -273,7 +273,9 @@ class ExpertMoves:
         """By layer, where each rank holds its experts. Layers in `named` must be in use on all ranks."""
         for name in named:
             self._state.wiring(name)
-        return held_by_all(self._state.group, self._state.layers, named, list(self._state.wirings))
+        return held_by_all(
+            self._state.group, self._state.layers, named, list(self._state.wirings), copied=self._state.copied
+        )
 
     def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
         """The layers of this plan, some of them with other placements."""

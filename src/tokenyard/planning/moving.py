@@ -187,13 +187,24 @@ def held_by_all(
     order: Sequence[str],
     *,
     seconds: float | None = None,
+    copied: Sequence[str] = (),
 ) -> dict[str, list[HeldExperts]]:
     """By layer, in `order`, where each rank holds its experts. Layers in `named` must be in use on all ranks.
+
+    Layers in `copied` have copies on this rank: their weights would not move with those of the layer.
 
     Collective. The other ranks are waited for `seconds`, or the group's deadline if that is longer.
     """
 
     def mine() -> dict[str, HeldExperts]:
+        if copied:
+            raise PlanError(
+                "this layer has a copy (copy.deepcopy), whose experts would stay where they are",
+                expected="one set of weights for each layer where experts move",
+                fix="free the copy first, or give it a plan of its own",
+                layer=copied[0],
+                rank=group.rank,
+            )
         for name in named:
             if name not in layers:
                 raise PlanError(

@@ -23,6 +23,7 @@ from tokenyard.exchange import Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import READMISSION, Group
+from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
@@ -68,14 +69,23 @@ class Plan:
 
     @property
     def layers(self) -> weakref.WeakValueDictionary[str, HoldsExperts]:
-        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last."""
+        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last.
+
+        If that is gone, and a copy of it is there (`copy.deepcopy`), it is the copy.
+        """
         return self._state.layers
+
+    @property
+    def own_process(self) -> OwnProcess:
+        """Refuses calls in processes that are forked from the one that made the plan."""
+        return self._state.exchange.usability.own_process
 
     @property
     def survive(self) -> bool:
         """Whether a call of a layer still succeeds if a rank is lost in it."""
         return self._state.survive
 
+    @in_own_process
     def extend(self, layers: Sequence[LayerSpec], *, max_tokens: int | None = None) -> None:
         """Add layers to the plan, with its `max_rows`. Collective over the group.
 
@@ -87,6 +97,7 @@ class Plan:
         with self.exchange.in_use():
             self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
+    @in_own_process
     def trim(self, keep: Sequence[str] | None = None) -> None:
         """Free memory that the layers do not need; with `keep`, first drop all layers but these. Collective."""
         self._moves.under_way.check_still("trim")
@@ -107,10 +118,12 @@ class Plan:
         self._state.adopt(reshaped)
         self.warmup()
 
+    @in_own_process
     def warmup(self) -> None:
         """Compile and load all kernels before one runs that waits for other ranks. Collective; `plan` has done so."""
         self._state.warmup()
 
+    @in_own_process
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
         """Inside the block, the host does not wait in calls of layers on GPUs: they may be captured in a CUDA graph.
 
@@ -120,10 +133,12 @@ class Plan:
         """
         return self.exchange.fixed_shapes(max_tokens)
 
+    @in_own_process
     def synchronize(self) -> None:
         """Wait for the device, and raise the errors of calls that did not wait for it."""
         self.exchange.synchronize()
 
+    @in_own_process
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """Serve all layers on the ranks that are left after `PeerLost`. Collective over these ranks.
 
@@ -139,10 +154,12 @@ class Plan:
         """The ranks that were lost, by their numbers in the group before any loss."""
         return self._state.whole.lost
 
+    @in_own_process
     def count_call(self) -> None:
         """Count a call of a layer that succeeded on this rank."""
         self._recovery.calls += 1
 
+    @in_own_process
     def go_on_after(self, loss: PeerLost, layer: str) -> None:
         """Go on without ranks that were lost in a call of `layer`, so that it can be repeated; else raise the loss.
 
@@ -151,6 +168,7 @@ class Plan:
         """
         self._recovery.go_on_after(loss, layer)
 
+    @in_own_process
     def readmit(
         self, lost: Sequence[int] = (), *, group: Group | None = None, seconds: float = READMISSION
     ) -> None:
@@ -174,16 +192,19 @@ class Plan:
         """The global ids of the experts of a layer that this rank owns, in the order of its weights."""
         return list(self.wiring(layer).exchange_spec.placement.local_experts(self.group.rank))
 
+    @in_own_process
     def stats(self) -> dict[str, LayerStats]:
         """By layer, the rows and bytes that this rank has sent and received, and the time that it waited."""
         return self.exchange.stats
 
+    @in_own_process
     def gather_stats(self) -> list[dict[str, dict[str, Any]]]:
         """`stats` of every rank, as plain values, in rank order. Collective over the group."""
         with self.exchange.in_use():
             mine = {layer: stats.as_dict() for layer, stats in self.stats().items()}
             return self.group.gather_json(mine, phase="gather_stats")
 
+    @in_own_process
     def load(self, *, reset: bool = False) -> dict[str, list[int]]:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group.
 
@@ -192,6 +213,7 @@ class Plan:
         """
         return self._state.load(reset=reset)
 
+    @in_own_process
     def rebalance(
         self,
         placements: Mapping[str, str | Placement] | None = None,
@@ -212,6 +234,7 @@ class Plan:
         """
         return self._moves.rebalance(placements, threshold=threshold, wait=wait)
 
+    @in_own_process
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
         """Check the load after every `every` calls of layers, and `rebalance` in the background if it is uneven.
 
@@ -221,6 +244,7 @@ class Plan:
         """
         self._moves.autobalance(every=every, threshold=threshold)
 
+    @in_own_process
     def shrink(self, ranks: Sequence[int], *, wait: bool = True) -> Rebalance:
         """Remove ranks from the plan: their experts move to the others, which go on as a smaller group. On CPUs only.
 
@@ -231,6 +255,7 @@ class Plan:
         """
         return self._moves.shrink(ranks, wait=wait)
 
+    @in_own_process
     def grow(self, ranks: int | Group, *, seconds: float = READMISSION, wait: bool = True) -> Rebalance:
         """Add this many fresh ranks, numbered behind the present ones, and move experts to them. On CPUs only.
 
@@ -245,10 +270,12 @@ class Plan:
         """Zero weights for this rank's experts of a layer: a fresh rank makes its layers with them (`take_over`)."""
         return empty_weights(self.wiring(layer), self.group.rank)
 
+    @in_own_process
     def join(self, joining: Joining) -> None:
         """Refuse calls of layers until `take_over` has received this rank's experts. `join_plan` calls it."""
         self._joining, self.exchange.usability.joining = joining, True
 
+    @in_own_process
     def take_over(self, *, seconds: float = READMISSION) -> None:
         """Receive this fresh rank's experts from the others. Call it after the layers are made, and then call layers.
 
@@ -269,10 +296,19 @@ class Plan:
             raise
         self.exchange.usability.joining = False
 
+    def add_copy(self, layer: HoldsExperts) -> None:
+        """Note a copy of a layer, which has weights of its own (`copy.deepcopy`): experts cannot move meanwhile."""
+        self._moves.under_way.check_still("copy.deepcopy of a layer")
+        if self._joining is not None:
+            self.exchange.usability.check()
+        self._state.copies.add(layer)
+
     def between_calls(self, layer: str) -> None:
         """Switch to experts that have finished moving, if all ranks are ready. A layer calls this before each call."""
+        self.own_process.check(layer=layer)
         self._moves.between_calls(layer)
 
+    @in_own_process
     def close(self) -> None:
         """Free the memory of the plan. Every later call of it raises; the group stays usable.
 
@@ -280,6 +316,14 @@ class Plan:
         """
         self._moves.under_way.close()
         self.exchange.close()
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self  # a copy of a model calls the layers of the same plan
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise not_pickled(
+            "the plan", fix="make the plan on each rank, from the same layers", rank=self.group.rank
+        )
 
     def __str__(self) -> str:
         kernels = self.exchange.kernels

@@ -54,6 +54,7 @@ Step = Mapping[str, Placement]  # the layers that switch together, each with its
 class HoldsExperts(Protocol):
     """A layer whose experts can be moved."""
 
+    name: str  # its name in the plan
     experts: Experts  # the experts of this rank, with their weights
     slots: ExpertSlots  # the slot of each expert in these weights
 

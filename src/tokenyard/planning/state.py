@@ -48,8 +48,8 @@ class PlanState:
 
     def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool) -> None:
         self.survive = survive  # whether a call of a layer succeeds even if a rank is lost in it
-        # By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last.
-        self.layers: weakref.WeakValueDictionary[str, HoldsExperts] = weakref.WeakValueDictionary()
+        self._layers: weakref.WeakValueDictionary[str, HoldsExperts] = weakref.WeakValueDictionary()
+        self.copies: weakref.WeakSet[HoldsExperts] = weakref.WeakSet()  # of layers, with weights of their own
         self.whole = WholePlan(group=group, specs={spec.name: spec for spec in draft.specs})
         self.start(draft, group, plan_id)
 
@@ -70,6 +70,20 @@ class PlanState:
         self.wirings = {wiring.spec.name: wiring for wiring in draft.wirings}
         if not self.whole.lost:
             self.whole = replace(self.whole, specs={spec.name: spec for spec in draft.specs})
+
+    @property
+    def layers(self) -> weakref.WeakValueDictionary[str, HoldsExperts]:
+        """See `Plan.layers`."""
+        for copied in list(self.copies):
+            if self._layers.setdefault(copied.name, copied) is copied:
+                self.copies.discard(copied)
+        return self._layers
+
+    @property
+    def copied(self) -> list[str]:
+        """The names of layers that have copies beside them."""
+        names = dict.fromkeys(self.layers)  # first: a copy whose layer is gone is no copy any more
+        return [name for name in names if any(copied.name == name for copied in self.copies)]
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""
