@@ -284,6 +284,29 @@ def test_unreduced_rows_break_the_graph_and_say_why():
     assert same
 
 
+def started(group):
+    layer = build(ty.plan([spec()], group), "moe")
+    x_TH, routes = batch(spec(), 4)
+
+    def model(x_TH):
+        return layer.start(x_TH * 2, routes).finish() + 1
+
+    try:
+        torch.compile(model, fullgraph=True, backend="eager")(x_TH)
+        message = ""
+    except torch._dynamo.exc.Unsupported as error:
+        message = str(error)
+    return message, same_bits(torch.compile(model, backend="eager")(x_TH), model(x_TH))
+
+
+def test_a_started_batch_breaks_the_graph_with_a_reason_of_its_own():
+    message, same = on_ranks(1, started)[0]
+    assert "MoELayer.start returns while rows travel" in message
+    assert "call the layer" in message
+    assert "unreduced" not in message.split("Developer debug context")[0]
+    assert same
+
+
 # -- Gradients ---------------------------------------------------------------------------------------------------
 
 

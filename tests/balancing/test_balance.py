@@ -52,11 +52,13 @@ def test_never_worse_than_the_published_algorithm_and_in_time(name, copies):
     load, present = LOADS[name], Placement.contiguous(256, 64)
     start = time.thread_time()
     found = balance(load, present, copies=copies)
-    seconds = time.thread_time() - start
-    assert max(rank_loads(load, found)) <= greedy_busiest(load, 64, 256 + copies) * (1 + 1e-9)
+    balanced = time.thread_time()
+    published = greedy_busiest(load, 64, 256 + copies)
+    ended = time.thread_time()
+    assert max(rank_loads(load, found)) <= published * (1 + 1e-9)
     assert max(map(len, found.table)) <= -(-(256 + copies) // 64)
     assert sum(map(len, found.table)) <= 256 + copies
-    assert seconds < 0.1  # of this thread alone: other work does not count
+    assert balanced - start < 20 * (ended - balanced) + 0.01, "slower than 20 times the published algorithm"
 
 
 # The choices that fell on the experts of the model that ships, layer by layer: `tokenyard run --record`.

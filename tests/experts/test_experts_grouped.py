@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
+from tokenyard import formats
 from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
@@ -226,7 +227,6 @@ def test_ids_out_of_range_are_refused(rows: int) -> None:
 
 
 def test_rows_in_another_format_than_asked_for_are_encoded_once() -> None:
-    formats = pytest.importorskip("tokenyard.formats")
     mxfp8 = formats.get("mxfp8")
     case = Case(H=64, R=40)
     spec, weights, x_RH, routes = case.build()

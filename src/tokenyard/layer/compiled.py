@@ -42,16 +42,16 @@ _keys = itertools.count(1)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def outside_of_the_graph(unreduced: Method) -> Method:
+def outside_of_the_graph(method: Method) -> Method:
     """Wrap a method so that `torch.compile` breaks the graph and calls it eagerly, between two graphs."""
 
-    @wraps(unreduced)
+    @wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            from tokenyard.layer.graph_break import call_outside  # loads the compiler, which takes a second
+            from tokenyard.layer.graph_break import outside  # loads the compiler, which takes a second
 
-            return call_outside(unreduced, *arguments, **options)
-        return unreduced(*arguments, **options)
+            return outside(method)(*arguments, **options)
+        return method(*arguments, **options)
 
     return cast(Method, call)
 
