@@ -158,7 +158,7 @@ class Experts(nn.Module, ABC):
         wrong, absent = wrong_dtypes(self.spec, state_dict, prefix), list[str]()
         for key in wrong:
             del state_dict[key]
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs
         )
         missing_keys += [key for key in absent if key not in wrong]

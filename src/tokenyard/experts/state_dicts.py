@@ -19,24 +19,24 @@ from torch import Tensor
 
 from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.formats import QuantizedMatrix, weight_format
-from tokenyard.formats.matrix import HeldPayload
 
 MATRICES = ("w13", "w2")
+Declared = tuple[torch.dtype, tuple[int, ...]]  # the dtype and the shape of a tensor
 
 
-def layout(spec: ExpertsSpec, matrix: str) -> dict[str, HeldPayload]:
+def layout(spec: ExpertsSpec, matrix: str) -> dict[str, Declared]:
     """The dtypes and shapes of the tensors of one matrix, by their names in a state dict.
 
     >>> from tokenyard.experts import activation
     >>> spec = ExpertsSpec(hidden_size=64, intermediate_size=32, num_local_experts=2, top_k=1,
     ...     activation=activation("swiglu"), weights="mxfp4")
     >>> layout(spec, "w2")["w2_scales"]
-    HeldPayload(dtype=torch.uint8, shape=(2, 64, 1))
+    (torch.uint8, (2, 64, 1))
     """
     experts, outputs, inputs = spec.shapes()[matrix]
     format = weight_format(spec.weights)
     return {
-        f"{matrix}_{name}" if format.quantized else matrix: HeldPayload(p.dtype, (experts, *p.shape))
+        f"{matrix}_{name}" if format.quantized else matrix: (p.dtype, (experts, *p.shape))
         for name, p in format.payloads(outputs, inputs).items()
     }
 
@@ -46,10 +46,10 @@ def wrong_dtypes(spec: ExpertsSpec, state: Mapping[str, Any], prefix: str) -> di
     if not weight_format(spec.weights).quantized:
         return {}
     return {
-        key: f"dtype mismatch for {key}: {found.dtype} in the state dict, {declared.dtype} in the layer, for "
-        f"{spec.weights} weights; if it has the same bytes, pass `tensor.view({declared.dtype})`."
-        for key, found, declared in _found(spec, state, prefix)
-        if found.dtype != declared.dtype
+        key: f"dtype mismatch for {key}: {found.dtype} in the state dict, {dtype} in the layer, for "
+        f"{spec.weights} weights; if it has the same bytes, pass `tensor.view({dtype})`."
+        for key, found, (dtype, _) in _found(spec, state, prefix)
+        if found.dtype != dtype
     }
 
 
@@ -57,15 +57,15 @@ def wrong_shapes(spec: ExpertsSpec, state: Mapping[str, Any], prefix: str) -> di
     """What is wrong with tensors of matrices in another shape, in the words of `nn.Module.load_state_dict`."""
     return {
         key: f"size mismatch for {key}: copying a param with shape {found.shape} from checkpoint, the shape in "
-        f"current model is {torch.Size(declared.shape)}."
-        for key, found, declared in _found(spec, state, prefix)
-        if tuple(found.shape) != declared.shape
+        f"current model is {torch.Size(shape)}."
+        for key, found, (_, shape) in _found(spec, state, prefix)
+        if tuple(found.shape) != shape
     }
 
 
 def _found(
     spec: ExpertsSpec, state: Mapping[str, Any], prefix: str
-) -> Iterator[tuple[str, Tensor, HeldPayload]]:
+) -> Iterator[tuple[str, Tensor, Declared]]:
     """The tensors of matrices that a state dict has, by key, with what the layout declares."""
     for matrix in MATRICES:
         for name, declared in layout(spec, matrix).items():

@@ -252,7 +252,7 @@ class KernelWeights(Experts):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save the weights in the layout of state dicts; those held otherwise are made on the CPU."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_as_given:
             return
         for name in MATRICES:
