@@ -83,7 +83,7 @@ def call_operator(
     # Parameters of shared experts are not arguments of `forward`. The operator takes them as arguments, or `backward`
     # would silently leave their gradients out.
     trained = [p for p in layer.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-    given = (x_TH, weights_TK if isinstance(routes_or_logits, Routes) else ids_or_logits, add, *trained)
+    given = (x_TH, weights_TK if isinstance(routes_or_logits, Routes) else ids_or_logits, add)
     y_TH = torch.ops.tokenyard.moe_layer(
         x_TH,
         ids_or_logits,
@@ -165,8 +165,10 @@ moe_layer.register_effect(EffectType.ORDERED)
 
 # -- Gradients ---------------------------------------------------------------------------------------------------
 # Experts are for inference only. Asking for gradients through them raises, in place of giving zeros silently. Whether a
-# caller will ask is not known when a layer is called: models are often called with gradients enabled, and parameters
-# that require them, only to infer. In training mode it is taken for sure, so that nobody pays for a forward in vain.
+# caller will ask is not known when a layer is called: models are often called with gradients enabled only to infer. In
+# training mode, with rows, routing weights or a residual that require gradients, it is taken for sure, so that nobody
+# pays for a forward in vain. Parameters of shared experts alone do not count: those of an ordinary module require
+# gradients, and a layer that nobody has put into evaluation mode is in training mode.
 
 
 def is_training_step(module: nn.Module, inputs: Iterable[Tensor | None]) -> bool:
@@ -178,7 +180,7 @@ def is_training_step(module: nn.Module, inputs: Iterable[Tensor | None]) -> bool
 
 def refuse_training(layer: Any, batch: Batch) -> None:
     """Raise if a call is one of a training, before its rows are sent."""
-    if torch.is_grad_enabled() and is_training_step(layer, _differentiable(layer, batch)):
+    if torch.is_grad_enabled() and is_training_step(layer, _given(batch)):
         raise HandleError(
             "the layer was called in training mode, with gradients enabled and an input that requires them",
             expected="inference: experts are not differentiated",
@@ -187,18 +189,17 @@ def refuse_training(layer: Any, batch: Batch) -> None:
         )
 
 
-def _differentiable(layer: Any, batch: Batch) -> Iterable[Tensor | None]:
-    """What gradients would be asked for. A lazy chain: parameters are visited only if gradients are enabled."""
+def _given(batch: Batch) -> list[Tensor]:
+    """The tensors of a call whose gradients could be asked for."""
     routed = batch.routes_or_logits
     routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
-    given = (one for one in (batch.x_TH, routed, batch.add) if isinstance(one, Tensor))
-    return itertools.chain(given, layer.parameters())
+    return [one for one in (batch.x_TH, routed, batch.add) if isinstance(one, Tensor)]
 
 
 def without_gradient(
     y_TH: Tensor, inputs: Iterable[Tensor | None], error: Callable[[], TokenyardError]
 ) -> Tensor:
-    """`y_TH`, which was computed without gradients. If one of its inputs requires one, `backward` raises this error."""
+    """`y_TH`, computed without gradients. If one of its inputs requires one, `backward` raises this error."""
     if not torch.is_grad_enabled():
         return y_TH
     wanting = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
@@ -220,7 +221,8 @@ def refuse_gradients(layer: Any, y_TH: Tensor, batch: Batch) -> Tensor:
     """The result of an eager call; `backward` through it raises."""
     if not torch.is_grad_enabled():
         return y_TH
-    return without_gradient(y_TH, _differentiable(layer, batch), partial(_no_gradient, layer.name))
+    inputs = itertools.chain(_given(batch), layer.parameters())
+    return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
 
 def _no_gradient(layer: str) -> HandleError:
