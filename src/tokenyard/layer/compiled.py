@@ -83,7 +83,7 @@ def call_operator(
     # Parameters of shared experts are not arguments of `forward`. The operator takes them as arguments, or `backward`
     # would silently leave their gradients out.
     trained = [p for p in layer.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-    given = (x_TH, weights_TK if isinstance(routes_or_logits, Routes) else ids_or_logits, add)
+    routed = cast(Tensor, ids_or_logits) if weights_TK is None else weights_TK
     y_TH = torch.ops.tokenyard.moe_layer(
         x_TH,
         ids_or_logits,
@@ -95,7 +95,7 @@ def call_operator(
         out,
         trained,
         layer.key,
-        is_training_step(layer, given),
+        is_training_step(layer, (x_TH, routed, add)),
     )
     return cast(Tensor, y_TH if out is None else out.copy_(y_TH))
 
