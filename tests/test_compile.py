@@ -319,14 +319,20 @@ def backward_through_a_layer(group, backend, trained):
     tensors = {"x": x_TH, "logits": logits_TE, "add": add_TH}
     if trained in tensors:
         tensors[trained].requires_grad_()
-    y_TH = torch.compile(model, fullgraph=True, backend=backend)(x_TH, logits_TE, add=add_TH)
-    return same_bits(y_TH.detach(), expected), str(raised(y_TH.sum().backward))
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    refused = str(raised(compiled, x_TH, logits_TE, add=add_TH))
+    y_TH = compiled.eval()(x_TH, logits_TE, add=add_TH)
+    return refused, same_bits(y_TH.detach(), expected), str(raised(y_TH.sum().backward))
 
 
 @both_backends
 @pytest.mark.parametrize("trained", ["x", "logits", "add", "shared"])
-def test_backward_through_a_layer_raises_and_forward_does_not(trained, backend):
-    same, message = on_ranks(1, backward_through_a_layer, backend, trained)[0]
+def test_training_is_refused_and_backward_raises_in_evaluation_mode(trained, backend):
+    refused, same, message = on_ranks(1, backward_through_a_layer, backend, trained)[0]
+    if trained == "shared":  # whose parameters require gradients in any ordinary module
+        assert refused == "None"
+    else:
+        assert "layer 'moe', rank 0: the layer was called in training mode, with gradients enabled" in refused
     assert same
     assert message.startswith("layer 'moe': backward was called through a layer; expected inference")
 

@@ -385,18 +385,54 @@ def backward(group, wanting):
     tensors = {"rows": x_TH, "weights": weights_TK, "residual": add}
     if wanting in tensors:
         tensors[wanting].requires_grad_()
-    y_TH = built(x_TH, dataclasses.replace(routes, topk_weights_TK=weights_TK), add=add)
+    routes = dataclasses.replace(routes, topk_weights_TK=weights_TK)
+    refused = [
+        raised(built, x_TH, routes, add=add),
+        raised(lambda: built.start(x_TH, routes, add=add).finish()),
+    ]
+    if wanting in ("rows", "weights"):
+        refused.append(raised(built.unreduced, x_TH, routes))
+    y_TH = built.eval()(x_TH, routes, add=add)
     with torch.no_grad():
-        silent = built(x_TH, dataclasses.replace(routes, topk_weights_TK=weights_TK), add=add).requires_grad
-    return raised((y_TH + x_TH).sum().backward), silent
+        silent = built.train()(x_TH, routes, add=add).requires_grad
+    return refused, raised((y_TH + x_TH).sum().backward), silent
 
 
 @pytest.mark.parametrize("wanting", ["rows", "weights", "residual", "shared experts"])
-def test_backward_through_a_layer_raises(wanting):
-    ((error, silent),) = on_ranks(1, backward, wanting)
+def test_training_is_refused_and_backward_raises_in_evaluation_mode(wanting):
+    ((refused, error, silent),) = on_ranks(1, backward, wanting)
+    for one in refused:
+        if wanting == "shared experts":  # those of an ordinary module require gradients, also to infer
+            assert one is None
+            continue
+        assert isinstance(one, ty.HandleError)
+        assert "layer 'moe', rank 0: the layer was called in training mode, with gradients enabled" in str(
+            one
+        )
+        assert "torch.no_grad(), after model.eval(), or after model.requires_grad_(False)" in str(one)
     assert isinstance(error, ty.HandleError)
     assert "layer 'moe': backward was called through a layer" in str(error)
     assert not silent
+
+
+def one_rank_trains(group):
+    layer = spec("moe")
+    built = build(ty.plan([layer], group), "moe")
+    x_TH, routes = batch(layer, 4, seed=group.rank)
+    expected = built(x_TH, routes)
+    error = raised(built, x_TH.clone().requires_grad_(group.rank == 1), routes)
+    return error, torch.equal(built(x_TH, routes), expected)
+
+
+def test_a_rank_that_trains_is_refused_before_its_rows_are_sent():
+    """All ranks raise at once, and the next call is not affected."""
+    (other, first), (own, second) = on_ranks(2, one_rank_trains)
+    assert first
+    assert second
+    assert isinstance(own, ty.HandleError)
+    assert "training mode" in str(own)
+    assert isinstance(other, ty.PeerFailed)
+    assert "training mode" in str(other)
 
 
 def test_weights_are_replaced_in_place():

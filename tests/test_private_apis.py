@@ -84,6 +84,30 @@ def transformers_asks_every_model() -> bool:
     return hasattr(transformers.PreTrainedModel, "_keys_to_ignore_on_load_unexpected")
 
 
+def transformers_knows_which_models_ask_for_experts() -> bool:
+    transformers = pytest.importorskip("transformers")
+    asked = [transformers.MixtralForCausalLM, transformers.Llama4ForCausalLM]
+    return [kind._can_set_experts_implementation() for kind in asked] == [True, False]
+
+
+def state_dicts_are_made_and_read_by_two_methods() -> bool:
+    """With these names, and these arguments."""
+    seen = []
+
+    class Module(nn.Module):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            seen.append(("save", prefix, keep_vars))
+
+        def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+            seen.append(
+                ("load", prefix, metadata["assign_to_params_buffers"], [*missing, *unexpected, *errors])
+            )
+
+    model = nn.ModuleDict({"one": Module()})
+    model.load_state_dict(model.state_dict(), assign=True)
+    return seen == [("save", "one.", False), ("load", "one.", True, [])]
+
+
 # The private name, the one file that uses it, a check that it is there, and what breaks without it.
 USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
     (
@@ -137,6 +161,12 @@ USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
         "a compiler may drop, merge or swap the calls of layers, and ranks wait for each other in vain",
     ),
     (
+        ("_can_set_experts_implementation",),
+        "integrations/transformers/registry_backend.py",
+        transformers_knows_which_models_ask_for_experts,
+        "experts_implementation='tokenyard' is accepted by models that ignore it, or refused by ones that use it",
+    ),
+    (
         ("_scaled_mm",),
         "lab/bench/machine_rates.py",
         lambda: callable(torch._scaled_mm),
@@ -152,6 +182,11 @@ USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
 # Private methods of a base class that ours override: the base must still call them.
 OVERRIDDEN: list[tuple[str, Callable[[], object], str]] = [
     ("_apply", modules_are_moved_by_one_method, "model.half() casts the bytes of quantized experts"),
+    (
+        "_save_to_state_dict, _load_from_state_dict",
+        state_dicts_are_made_and_read_by_two_methods,
+        "what a GPU saves loads on no other device",
+    ),
     (
         "_keys_to_ignore_on_load_unexpected",
         transformers_asks_every_model,

@@ -11,6 +11,7 @@ from pathlib import Path
 from docs.generate.combine_tables import COMBINE_TABLES
 from docs.generate.error_table import classes_in_markdown, troubles_in_markdown
 from docs.generate.figures import FIGURES
+from docs.generate.inf_tables import inf_in_markdown
 from docs.generate.vllm_tables import refusals_in_markdown, settings_in_markdown
 from tokenyard.errors import InputError
 from tokenyard.lab.support import support_tables
@@ -21,12 +22,14 @@ PAGES = (
     "docs/support.md",
     "docs/guide/choosing-formats.md",
     "docs/guide/errors.md",
+    "docs/guide/numerics.md",
     "docs/guide/vllm.md",
 )
 TABLES: dict[str, Callable[[], str]] = {
     **FIGURES,
     **COMBINE_TABLES,
     "support": lambda: "\n\n".join(table.to_markdown() for table in support_tables()),
+    "inf": inf_in_markdown,
     "troubles": troubles_in_markdown,
     "error-classes": classes_in_markdown,
     "vllm-settings": settings_in_markdown,

@@ -21,7 +21,7 @@ from tests.checkpoints import references
 from tests.checkpoints.small import Small, save
 from tests.models import raised
 from tokenyard.checkpoints import config as configs
-from tokenyard.checkpoints import files, header, open_checkpoint
+from tokenyard.checkpoints import families, files, header, open_checkpoint
 from tokenyard.errors import CheckpointError, InputError, UnknownName
 
 MODEL = Small(num_experts=4)
@@ -772,3 +772,69 @@ def test_a_long_reason_is_cut(tmp_path):
     assert len(words) > 120
     error = raised(open_checkpoint, tmp_path)
     assert f"({words[:120]})" in str(error)
+
+
+# -- Values of a config --------------------------------------------------------------------------------------
+
+WRONG_VALUES = {
+    "num_hidden_layers": [-3, 0, 2.5, True, "28", [28]],
+    "num_experts_per_tok": [0, -1, 1.5, "2", [2], 5],  # there are 4 experts
+    "hidden_act": [{"a": 1}, ["silu"], 3, True],
+    "dtype": [16, {"a": 1}],
+    "torch_dtype": [["bfloat16"]],
+    "model_type": [3, ["qwen3_moe"], {}],
+    "text_config": ["qwen3_moe", 3, []],
+    "decoder_sparse_step": [0, -1, "1"],
+    "mlp_only_layers": [3, [-1], ["0"], {}],
+    "mlp_layer_types": ["dense", [1]],
+    "first_k_dense_replace": [-1, 0.5],
+    "moe_layer_freq": [0, "1"],
+    "num_nextn_predict_layers": [-1, 2**31],
+    "norm_topk_prob": [1, "true"],
+    "routed_scaling_factor": [0, -1.0, float("inf"), float("nan"), "2.5", True],
+    "n_group": [0, -8],
+    "topk_group": [0, "4"],
+    "scoring_func": [1, ["sigmoid"]],
+    "topk_method": [8],
+    "swiglu_limit": [0, -7.0, "7"],
+    "swiglu_alpha": [0],
+    "quantization_config": [3, "fp8", []],
+    "compression_config": ["fp8"],
+}
+
+
+def test_every_key_that_a_family_reads_is_among_them():
+    assert set(families.GENERAL_KEYS) | set(families.FAMILY_KEYS) <= set(WRONG_VALUES)
+    defaults = {key for family in families.FAMILIES.values() for key in family.defaults}
+    assert defaults <= set(families.GENERAL_KEYS) | set(families.FAMILY_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, bad) for key, values in WRONG_VALUES.items() for bad in values]
+)
+def test_a_value_that_nobody_could_use_is_refused_when_the_checkpoint_is_opened(folder, key, value):
+    reconfigure(folder, **{key: value})
+    refused(folder, f"{folder}/config.json", f" has {key}=", "expected", f"mend {key!r} in the file")
+
+
+@pytest.mark.parametrize("key", ["quant_method", "quant_algo", "format", "activation_scheme", "scale_fmt"])
+def test_a_setting_of_a_quantization_that_is_no_name_is_refused(folder, key):
+    reconfigure(folder, quantization_config={"quant_method": "fp8", key: {"a": 1}})
+    refused(folder, f"has quantization_config.{key}={{'a': 1}}", "expected a string")
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"])
+def test_a_name_that_stands_twice_in_an_object_is_refused(folder, file):
+    path = folder / file
+    values = json.loads(path.read_text()) if path.exists() else {}
+    inner = json.dumps(values)[:-1] + (", " if values else "")
+    path.write_text(inner + '"nested": {"a": [{"top_k": 2, "top_k": 2}]}}')
+    refused(folder, f"{path} cannot be read (the name 'top_k' stands there twice)")
+    path.write_text(inner + '"num_experts": 4, "hidden_size": 1, "num_experts": 4}')
+    refused(folder, "stands there twice")
+
+
+def test_keys_of_other_families_mean_what_they_mean_there(folder):
+    """A family that is not known may write lists where the known ones have numbers."""
+    reconfigure(folder, model_type="mine", moe_layer_freq=[0, 1], norm_topk_prob="yes")
+    assert open_checkpoint(folder).layers

@@ -266,11 +266,11 @@ def test_experts_that_leave_the_gpu_hold_what_they_were_given(name, monkeypatch)
     case = FusedCase(weights=name, H=64, I=32)
     monkeypatch.setattr(kernel_weights, "can_run_packed", lambda spec, weights: True)
     experts = FusedExperts(case.spec, case.held)
-    assert {"w13_words", "w2_words"} <= set(experts.state_dict())
+    assert {"w13_words", "w2_words"} <= set(dict(experts.named_buffers()))
     monkeypatch.undo()
     experts.to("cpu")
     held = case.held.by_name()
-    assert set(experts.state_dict()) == set(held)
+    assert set(dict(experts.named_buffers())) == set(held)
     for part, tensor in experts.weights.by_name().items():
         assert torch.equal(tensor.view(torch.uint8), held[part].view(torch.uint8)), part
 

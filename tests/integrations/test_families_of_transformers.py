@@ -16,7 +16,7 @@ from tests.integrations.transformers_models import tiny_config
 from tests.models import on_ranks, raised
 from tokenyard.checkpoints.families import FAMILIES
 from tokenyard.checkpoints.writer import SPELLINGS, CheckpointWriter, Entry
-from tokenyard.errors import UnknownName
+from tokenyard.errors import InputError, UnknownName
 from tokenyard.integrations.huggingface import layers_from_config
 from tokenyard.integrations.transformers import experts_left_out, load_sharded, shard_experts
 from tokenyard.integrations.transformers.expert_modules import is_experts
@@ -161,6 +161,99 @@ def test_model_and_checkpoint_are_refused(name, tmp_path):
             result = call(*command)
             assert result.exit_code == 2
             assert any(words in result.stderr for words in refusals(name))
+
+
+# --- experts_implementation="tokenyard" ------------------------------------------------------------------
+
+
+def named(name):
+    """A model that is built with our experts by name, or the error."""
+    config = config_of(name)
+    config._experts_implementation = "tokenyard"
+    kinds = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING)
+    kind = next((mapping[type(config)] for mapping in kinds if type(config) in mapping), None)
+    if kind is None or name in NOT_BUILT:
+        return None
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return kind(config)
+        except InputError as error:
+            return error
+
+
+# Models of several parts and others that Transformers builds from no config as it stands.
+NOT_BUILT = ("dbrx", "deepseek_ocr2", "qwen3_5_moe", "qwen4_exp", "llama4")
+# Families whose experts do not ask Transformers' registry what computes them.
+IGNORING = ["doge", "jetmoe", "llama4_text", "longcat_flash", "nllb-moe", "step3p7", "switch_transformers"]
+
+
+@pytest.mark.parametrize("name", [*UNKNOWN, *(name for name in FAMILIES if config_of(name) is not None)])
+def test_a_name_that_is_accepted_is_used(name):
+    """Every experts module then calls `tokenyard_experts`, which computes, or refuses the family by its name."""
+    model = named(name)
+    if model is None:
+        return
+    if isinstance(model, InputError):
+        assert name in IGNORING
+        assert "experts_implementation='tokenyard', and would ignore it" in str(model)
+        assert "the experts of model_type" in str(model)
+        assert "cannot be replaced by name" in str(model)
+        assert "leave `experts_implementation` out" in str(model)
+        return
+    asking = [module for module in model.modules() if is_experts(module)]
+    assert asking
+    assert not [
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__.endswith("Experts")
+        and not is_experts(module)
+        and "Shared" not in type(module).__name__
+    ]
+    for module in asking:
+        assert module.config._experts_implementation == "tokenyard"
+    hidden = torch.empty(3, 8, device="meta"), torch.zeros(3, 2, dtype=torch.int64, device="meta")
+    if name not in FAMILIES:
+        check(raised(asking[0], *hidden, torch.ones(3, 2, device="meta")), name)
+
+
+def test_families_that_ignore_the_name_are_still_those():
+    assert {name for name in UNKNOWN if isinstance(named(name), InputError)} == set(IGNORING)
+
+
+def small_llama4():
+    text = {
+        "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "vocab_size": 64,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+    }  # fmt: skip
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, pad_token_id=0)
+    return transformers.Llama4ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("part", [None, "language_model"])
+def test_llama4_is_refused_when_it_is_given_the_name_later(part):
+    whole = small_llama4()
+    model = (
+        whole if part is None else whole.get_submodule(f"model.{part}" if hasattr(whole, "model") else part)
+    )
+    before = whole.config.text_config._experts_implementation
+    error = raised(model.set_experts_implementation, "tokenyard")
+    assert isinstance(error, InputError)
+    assert "experts of model_type 'llama4_text' cannot be replaced by name" in str(error)
+    assert whole.config.text_config._experts_implementation == before
+
+
+def test_models_without_experts_take_any_name():
+    """Such as the vision part of a model whose language model has experts."""
+    model = transformers.LlamaModel(transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    ))  # fmt: skip
+    model.set_experts_implementation("tokenyard")
 
 
 # --- What is refused for another reason ------------------------------------------------------------------

@@ -119,10 +119,29 @@ def test_backward_raises_instead_of_giving_nothing(whole):
     def rank_main(group):
         model = shard_experts(copy.deepcopy(whole), group, max_tokens=8).model
         model.model.embed_tokens.weight.requires_grad_(True)
-        return raised(model(prompts(0)).logits.sum().backward)
+        first = raised(model(prompts(0)).logits.sum().backward)
+        return first, raised(model.train(), prompts(0))
 
-    for error in on_ranks(WORLD, rank_main):
+    for error, refused in on_ranks(WORLD, rank_main):
         assert isinstance(error, ContractError)
+        assert "backward was called" in str(error)
+        assert isinstance(refused, HandleError)
+        assert "layer 'model.layers.0.mlp', rank " in str(refused)
+        assert "the layer was called in training mode" in str(refused)
+
+
+def test_the_gradient_of_a_router_is_refused_too(whole):
+    """Even if nothing else wants one: it would silently be missing."""
+
+    def rank_main(group):
+        model = shard_experts(copy.deepcopy(whole), group, max_tokens=8).model
+        model.model.layers[0].mlp.gate.weight.requires_grad_(True)
+        first = raised(model(prompts(0)).logits.sum().backward)
+        return first, raised(model.train(), prompts(0))
+
+    for error, refused in on_ranks(WORLD, rank_main):
+        assert "backward was called" in str(error)
+        assert "in training mode" in str(refused)
         assert "torch.no_grad()" in error.fix
 
 
@@ -223,9 +242,23 @@ def test_the_registered_implementation_copies_no_weights_and_follows_the_model()
 def test_the_registered_implementation_has_no_gradients():
     model = tiny_model("qwen3_moe")
     model.set_experts_implementation("tokenyard")
-    model.model.embed_tokens.weight.requires_grad_(True)
-    with pytest.raises(ContractError, match="backward"):
-        model(prompts(0)).logits.sum().backward()
+    weights = {
+        "embeddings": model.model.embed_tokens.weight,
+        "a router": model.model.layers[0].mlp.gate.weight,
+        "experts": model.model.layers[0].mlp.experts.down_proj,
+    }
+    for weight in weights.values():
+        model.eval().requires_grad_(False)
+        assert model(prompts(0)).logits.requires_grad is False
+        weight.requires_grad_(True)
+        with torch.no_grad():
+            model.train()(prompts(0))
+        with pytest.raises(
+            ContractError, match=r"MoeExperts was called in training mode.*torch\.no_grad\(\)"
+        ):
+            model(prompts(0))
+        with pytest.raises(ContractError, match="backward"):
+            model.eval()(prompts(0)).logits.sum().backward()
 
 
 def test_without_transformers_the_import_says_what_to_install():

@@ -7,7 +7,6 @@ MoE, is not needed to read weights; `tokenyard.integrations.huggingface` reads t
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.checkpoints.families import FAMILIES, Config
+from tokenyard.checkpoints.header import parse_json
 from tokenyard.errors import CheckpointError
 
 # The file of a checkpoint that describes the model.
@@ -71,7 +71,7 @@ def read_json(
             raise ValueError("no file")
         if found.st_size > _LARGEST_JSON:
             raise ValueError(f"more than {_LARGEST_JSON} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"a {type(values).__name__}")
     except (OSError, ValueError, RecursionError) as error:
@@ -88,15 +88,21 @@ def model_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
     model_type = text.get("model_type")
     family = model_type if isinstance(model_type, str) else None
     config = Config(values=text, source=str(file), family=family or "", file=file)
+    if (inner := values.get("text_config")) is not None and not isinstance(inner, Mapping):
+        raise config.wrong("text_config", inner, "an object")
+    config.check_present()
 
     def size(keys: tuple[str, ...]) -> int | None:
         return config.whole(*keys) if any(text.get(key) is not None for key in keys) else None
 
+    num_experts, top_k = size(_NUM_EXPERTS), size(("num_experts_per_tok",))
+    if num_experts is not None and top_k is not None and top_k > num_experts:
+        raise config.wrong("num_experts_per_tok", top_k, f"at most {num_experts}, the number of experts")
     return ModelConfig(
         values=values,
         file=file,
         model_type=family,
-        num_experts=size(_NUM_EXPERTS),
+        num_experts=num_experts,
         hidden_size=size(_HIDDEN_SIZE),
         intermediate_size=size(_INTERMEDIATE_SIZE),
         quantization=_quantization(config, values),
@@ -117,11 +123,20 @@ def _quantization(config: Config, values: Mapping[str, Any]) -> Mapping[str, Any
                 continue
             if not isinstance(found, Mapping):
                 raise config.wrong(key, found, "an object")
-            return found
+            return _checked_quantization(config, found)
     assert config.file is not None
     beside = config.file.with_name(_MODELOPT_FILE)
     if beside.is_file():
         found = read_json(beside).get("quantization")
         if isinstance(found, Mapping):
-            return {"quant_method": "modelopt", **found}
+            return _checked_quantization(config, {"quant_method": "modelopt", **found})
     return {}
+
+
+def _checked_quantization(config: Config, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a quantization; raise if one that layouts read as a name is none."""
+    for key in ("quant_method", "quant_algo", "format", "activation_scheme", "scale_fmt"):
+        value = quantization.get(key)
+        if value is not None and not isinstance(value, str):
+            raise config.wrong(f"quantization_config.{key}", value, "a string")
+    return quantization

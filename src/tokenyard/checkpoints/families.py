@@ -97,6 +97,28 @@ class Config:
             raise self.wrong(key, value, "a list of layer numbers")
         return value
 
+    def text(self, key: str) -> str:
+        """The value of a key that holds a string."""
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, "a string")
+        return value
+
+    def kinds(self, key: str) -> list[str] | None:
+        """The value of a key that holds a list with the kind of each layer; None if the key is absent."""
+        value = self.get(key)
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(kind, str) for kind in value)
+        ):
+            raise self.wrong(key, value, "a list with the kind of each layer")
+        return value
+
+    def check_present(self) -> None:
+        """Raise if a key that is present has a value that no reader takes; absent ones are left to who needs them."""
+        for key, read in {**GENERAL_KEYS, **(FAMILY_KEYS if self.family in FAMILIES else {})}.items():
+            if self.values.get(key) is not None:
+                read(self, key)
+
     def wrong(self, key: str, value: object, expected: str, also: tuple[str, ...] = ()) -> CheckpointError:
         """The error for a value that is missing or is not what was `expected`; `also` are other names of the key."""
         found = self.source + (f" ({self.family})" if self.family else "")
@@ -109,6 +131,37 @@ class Config:
         return CheckpointError(found, expected=expected, fix=fix, file=self.file)
 
 
+def _from_zero(config: Config, key: str) -> int:
+    return config.whole(key, least=0)
+
+
+# How the value of each key is read, wherever it is read. Keys that mean the same in all configs;
+GENERAL_KEYS: dict[str, Callable[[Config, str], object]] = {
+    "model_type": Config.text,
+    "hidden_act": Config.text,
+    "dtype": Config.text,
+    "torch_dtype": Config.text,
+    "num_hidden_layers": Config.whole,
+    "num_experts_per_tok": Config.whole,
+}
+# and those that only `FAMILIES` give this meaning.
+FAMILY_KEYS: dict[str, Callable[[Config, str], object]] = {
+    "decoder_sparse_step": Config.whole,
+    "mlp_only_layers": Config.indices,
+    "mlp_layer_types": Config.kinds,
+    "first_k_dense_replace": _from_zero,
+    "moe_layer_freq": Config.whole,
+    "num_nextn_predict_layers": _from_zero,
+    "norm_topk_prob": Config.flag,
+    "routed_scaling_factor": Config.positive,
+    "n_group": Config.whole,
+    "topk_group": Config.whole,
+    "scoring_func": Config.text,
+    "topk_method": Config.text,
+    "swiglu_limit": Config.positive,
+    "swiglu_alpha": Config.positive,
+}
+
 # --- Which layers are MoE, and how they route -------------------------------------------------------------
 
 
@@ -120,12 +173,9 @@ def _sparse_steps(config: Config, index: int) -> bool:
 
 def _after_dense(config: Config, index: int) -> bool:
     """DeepSeek: layers are MoE after the first k dense ones. Newer files list the kind of every layer instead."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            raise config.wrong("mlp_layer_types", kinds, "a list with the kind of each layer")
-        if index < len(kinds):
-            return bool(kinds[index] != "dense")
+    kinds = config.kinds("mlp_layer_types")
+    if kinds is not None and index < len(kinds):
+        return kinds[index] != "dense"
     first, every = config.whole("first_k_dense_replace", least=0), config.whole("moe_layer_freq")
     return index >= first and index % every == 0
 
@@ -301,7 +351,7 @@ def unknown_family(
     >>> print(unknown_family({"model_type": "llama"}, "config.json").found)
     config.json has model_type 'llama', which is not known to tokenyard: a dense model, without experts
     """
-    dense = not experts and not _counts_experts(values)
+    dense = not experts and not counts_experts(values)
     found = f"{source} has model_type {shown(values.get('model_type'))}, which is not known to tokenyard"
     return UnknownName(
         found
@@ -314,10 +364,10 @@ def unknown_family(
     )
 
 
-def _counts_experts(values: Mapping[str, Any]) -> bool:
+def counts_experts(values: Mapping[str, Any]) -> bool:
     """Whether a config of an unknown family, or a config nested in it, has a number of experts that is not 0."""
     return any(
-        _counts_experts(value)
+        counts_experts(value)
         if isinstance(value, Mapping)
         else "expert" in str(key) and "per_tok" not in str(key) and type(value) in (int, list) and bool(value)
         for key, value in values.items()

@@ -121,6 +121,25 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
     return tensors, size
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; ValueError also for an object with two equal names, of which readers take either one.
+
+    >>> parse_json('{"experts": {"top_k": 2, "top_k": 8}}')
+    Traceback (most recent call last):
+    ValueError: the name 'top_k' stands there twice
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"the name {shown(name)} stands there twice")
+            found[name] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
 def refuse_pickle(path: Path, start: bytes) -> None:
     """Raise if a file is a pickle, by its name or by its first 9 bytes, because loading a pickle can run any code.
 
@@ -148,14 +167,8 @@ def damaged(path: Path, found: str) -> CheckpointError:
 
 
 def _entries(path: Path, text: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a name stands there twice")
-        return found
-
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        entries = parse_json(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"has a header that is not JSON ({str(error)[:120]})") from error
     if not isinstance(entries, dict):

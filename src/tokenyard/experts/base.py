@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tokenyard.duties import Party, acting
 from tokenyard.errors import ContractError, InputError, Reason
 from tokenyard.experts.spec import ExpertsSpec, takes_rows
+from tokenyard.experts.state_dicts import convert_old, wrong_dtypes
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights, check_weights
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import ScaleLayout, dtype_name
@@ -157,6 +158,27 @@ class Experts(nn.Module, ABC):
         """The weights as they are now; copies only where they are held in another form than they were given."""
         shapes = self.spec.shapes()
         return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load a state dict in the layout of `state_dicts`, or of an older file."""
+        convert_old(self.spec, state_dict, prefix)
+        wrong, absent = wrong_dtypes(self.spec, state_dict, prefix), list[str]()
+        for key in wrong:
+            del state_dict[key]
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs
+        )
+        missing_keys += [key for key in absent if key not in wrong]
+        error_msgs += wrong.values()
 
     def movable(self) -> dict[str, Tensor]:
         """The tensors to copy when experts move between ranks: the weights as they are held, by name, each `[L, …]`."""

@@ -33,6 +33,15 @@ from tokenyard.duties import Duty, aside, record
 from tokenyard.errors import InputError, Reason, shown
 
 ScaleLayout = Literal["linear", "swizzled"]
+# What ±Inf decodes to. "the largest of …" is the largest finite magnitude there, up to the rounding of a scale.
+InfBecomes = Literal[
+    "Inf",
+    "the largest number",
+    "Inf, or the largest number if cast",
+    "the largest of its row",
+    "the largest of its matrix",
+    "the largest code",
+]
 
 # The dtypes that a caller's rows may have.
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -219,6 +228,11 @@ class Format(ABC):
     wire_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
     # The dtypes of results that may be encoded into this format for the way back.
     combine_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
+
+    @property
+    def inf(self) -> InfBecomes | None:
+        """What ±Inf decodes to, with its sign; None: not declared. NaN decodes to NaN, and all of its block with it."""
+        return None
 
     @property
     def row_alignment(self) -> int:

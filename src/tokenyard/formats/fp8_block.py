@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.base import EncodedRows, check_rows
+from tokenyard.formats.base import EncodedRows, InfBecomes, check_rows
 
 # A smaller amax counts as this one, so that divisions stay far from subnormal numbers.
 SMALLEST_AMAX = 1e-10
@@ -40,6 +40,11 @@ class Fp8Block128(blocks.BlockFormat):
     _code = blocks.FP8_BLOCK128
     block = _code.block
     power_of_two_scales: bool = False  # whether scales are rounded up to powers of two
+
+    @property
+    def inf(self) -> InfBecomes:
+        """± the largest float32, or ±Inf, which a scale that is rounded up reaches."""
+        return "Inf" if self.power_of_two_scales else "the largest number"
 
     def __post_init__(self) -> None:
         if not isinstance(self.power_of_two_scales, bool):

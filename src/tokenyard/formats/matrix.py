@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError
-from tokenyard.formats.base import ROW_DTYPES, dtype_name, kind_of, pick
+from tokenyard.formats.base import ROW_DTYPES, InfBecomes, dtype_name, kind_of, pick
 
 
 class HeldPayload(NamedTuple):
@@ -45,6 +45,8 @@ class WeightFormat(ABC):
     row_formats: ClassVar[tuple[str, ...]] = ()
     # The inner formats: those in which experts with such weights may hold the activation between their two products.
     inner_formats: ClassVar[tuple[str, ...]] = ()
+    # What ±Inf decodes to after `quantize`, with its sign. NaN decodes to NaN, and all that shares a scale with it.
+    inf: ClassVar[InfBecomes]
 
     @abstractmethod
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.base import EncodedRows, check_rows
+from tokenyard.formats.base import EncodedRows, InfBecomes, check_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,11 @@ class Mxfp8(blocks.BlockFormat):
     _code = blocks.MXFP8
     block = _code.block
     alignment: int = 32  # the width of a row is padded to a multiple of this; itself a multiple of 32
+
+    @property
+    def inf(self) -> InfBecomes:
+        """±Inf: 448 at the largest scale is beyond float32."""
+        return "Inf"
 
     def __post_init__(self) -> None:
         good = isinstance(self.alignment, int) and not isinstance(self.alignment, bool)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.base import EncodedRows, Payload, check_rows, dtype_name
+from tokenyard.formats.base import EncodedRows, InfBecomes, Payload, check_rows, dtype_name
 
 # g of a row whose amax is 1: the largest e4m3 scale times the largest e2m1 element, 2688.
 GLOBAL_RANGE = bits.E4M3_MAX * bits.E2M1_MAX
@@ -58,6 +58,11 @@ class Nvfp4(blocks.BlockFormat):
     block = _code.block
     # the factor g for all rows; None: each row has its own, which travels with it
     global_scale: float | None = None
+
+    @property
+    def inf(self) -> InfBecomes:
+        """± the largest finite magnitude of its row; with a global scale g, ± the largest code at it, 2688 / g."""
+        return "the largest of its row" if self.global_scale is None else "the largest code"
 
     def __post_init__(self) -> None:
         given = self.global_scale

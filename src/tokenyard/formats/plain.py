@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, saturated
+from tokenyard.formats.base import EncodedRows, Format, InfBecomes, Payload, check_rows, saturated
 
 
 @cache
@@ -30,6 +30,11 @@ class PlainFormat(Format):
 
     quantized = False
     dtype: ClassVar[torch.dtype]  # the dtype of the elements
+
+    @property
+    def inf(self) -> InfBecomes:
+        """±Inf if the rows have the format's dtype; else ± the largest number of that dtype."""
+        return "Inf, or the largest number if cast"
 
     def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
         return _payloads(self.dtype, hidden_size)

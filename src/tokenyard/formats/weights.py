@@ -56,6 +56,7 @@ class PlainWeights(WeightFormat):
 
     quantized = False
     row_formats = (Fp8Block128.name, Mxfp8.name, Nvfp4.name)
+    inf = "the largest number"
     dtype: ClassVar[torch.dtype]  # the dtype of the weights
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
@@ -106,6 +107,7 @@ class Fp8Block128Weights(WeightFormat):
     """
 
     name = "fp8_block128"
+    inf = "the largest number"
     block = 128
     row_formats = (Fp8Block128.name,)
     inner_formats = (Fp8Block128.name,)
@@ -174,6 +176,7 @@ class Mxfp8Weights(BlockWeights):
     """
 
     name = "mxfp8"
+    inf = "Inf"
     _code = blocks.MXFP8
     block = _code.block
     row_formats = (Mxfp8.name,)
@@ -194,6 +197,7 @@ class Nvfp4Weights(BlockWeights):
     """
 
     name = "nvfp4"
+    inf = "the largest of its matrix"
     _code = blocks.NVFP4
     block = _code.block
     row_formats = (Nvfp4.name,)
@@ -235,6 +239,7 @@ class Mxfp4Weights(BlockWeights):
     """
 
     name = "mxfp4"
+    inf = "Inf"
     _code = blocks.MXFP4
     block = _code.block
     row_formats = (Mxfp8.name,)
@@ -271,6 +276,7 @@ class Mxint4Weights(BlockWeights):
     """
 
     name = "mxint4"
+    inf = "Inf"
     _code = blocks.MXINT4
     block = _code.block
 

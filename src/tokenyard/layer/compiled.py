@@ -16,7 +16,8 @@ of a model, compiled one by one, would each be compiled anew, and from the ninth
   `cudagraph_unsafe`, is not seen on an operator with an effect; the option `custom_should_partition_ops` is.
 - **`out`.** The operator mutates none of its arguments, so that it can be ordered and differentiated. It gets `out`
   only to check it, and its result is copied into `out` afterwards: one copy more than in an eager call.
-- **Gradients.** There are none, in compiled calls or in eager ones. `backward` through a layer raises an error.
+- **Gradients.** There are none, in compiled calls or in eager ones. A call that would be a step of a training raises an
+  error, and so does `backward` through a layer that is in evaluation mode.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from torch._library.effects import EffectType
 from tokenyard.errors import HandleError, TokenyardError
 from tokenyard.layer.sender import Batch
 from tokenyard.routing import Routes
+
+# What to do where gradients are refused.
+INFERENCE = "call the model under torch.no_grad(), after model.eval(), or after model.requires_grad_(False)"
 
 # The layers by their keys. The references are weak: a layer that is freed leaves no entry.
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -79,6 +83,7 @@ def call_operator(
     # Parameters of shared experts are not arguments of `forward`. The operator takes them as arguments, or `backward`
     # would silently leave their gradients out.
     trained = [p for p in layer.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
+    routed = cast(Tensor, ids_or_logits) if weights_TK is None else weights_TK
     y_TH = torch.ops.tokenyard.moe_layer(
         x_TH,
         ids_or_logits,
@@ -90,6 +95,7 @@ def call_operator(
         out,
         trained,
         layer.key,
+        is_training_step(layer, (x_TH, routed, add)),
     )
     return cast(Tensor, y_TH if out is None else out.copy_(y_TH))
 
@@ -109,7 +115,7 @@ def _layer(key: Tensor) -> Any:
     "tokenyard::moe_layer",
     mutates_args=(),
     schema="(Tensor x_TH, Tensor ids_or_logits, Tensor? topk_weights_TK, float scaled_by, str[] payload_names, "
-    "Tensor[] payloads, Tensor? add, Tensor? out, Tensor[] trained, Tensor key) -> Tensor",
+    "Tensor[] payloads, Tensor? add, Tensor? out, Tensor[] trained, Tensor key, bool trains) -> Tensor",
 )
 def moe_layer(
     x_TH: Tensor,
@@ -122,20 +128,27 @@ def moe_layer(
     out: Tensor | None,
     trained: Sequence[Tensor],
     key: Tensor,
+    trains: bool,
 ) -> Tensor:
-    """Call the layer's `forward`. Without `topk_weights_TK`, `ids_or_logits` holds logits; `out` is only checked."""
+    """Call the layer's `forward`, which raises if the call `trains`.
+
+    Without `topk_weights_TK`, `ids_or_logits` holds logits. `out` is only checked.
+    """
     routes_or_logits: Routes | Tensor = ids_or_logits
     if topk_weights_TK is not None:
         routes_or_logits = Routes(
             topk_ids_TK=ids_or_logits, topk_weights_TK=topk_weights_TK, scaled_by=scaled_by
         )
-    y_TH = _layer(key).forward(
-        x_TH,
-        routes_or_logits,
-        payloads=dict(zip(payload_names, payloads, strict=True)),
-        out=None if out is None else torch.empty_like(out, memory_format=torch.contiguous_format),
-        add=add,
-    )
+    if trains:  # an operator is called without gradients: show the layer what its caller wants
+        x_TH = x_TH.detach().requires_grad_()
+    with torch.set_grad_enabled(trains):
+        y_TH = _layer(key).forward(
+            x_TH,
+            routes_or_logits,
+            payloads=dict(zip(payload_names, payloads, strict=True)),
+            out=None if out is None else torch.empty_like(out, memory_format=torch.contiguous_format),
+            add=add,
+        )
     return cast(Tensor, y_TH)
 
 
@@ -151,13 +164,42 @@ moe_layer.register_effect(EffectType.ORDERED)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------
-# Experts are for inference only. Asking for gradients through them raises, in place of giving zeros silently.
+# Experts are for inference only. Asking for gradients through them raises, in place of giving zeros silently. Whether a
+# caller will ask is not known when a layer is called: models are often called with gradients enabled only to infer. In
+# training mode, with rows, routing weights or a residual that require gradients, it is taken for sure, so that nobody
+# pays for a forward in vain. Parameters of shared experts alone do not count: those of an ordinary module require
+# gradients, and a layer that nobody has put into evaluation mode is in training mode.
+
+
+def is_training_step(module: nn.Module, inputs: Iterable[Tensor | None]) -> bool:
+    """Whether a call is one of a training: in training mode, gradients enabled, and an input that requires one."""
+    if not torch.is_grad_enabled() or not module.training:
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in inputs)
+
+
+def refuse_training(layer: Any, batch: Batch) -> None:
+    """Raise if a call is one of a training, before its rows are sent."""
+    if torch.is_grad_enabled() and is_training_step(layer, _given(batch)):
+        raise HandleError(
+            "the layer was called in training mode, with gradients enabled and an input that requires them",
+            expected="inference: experts are not differentiated",
+            fix=INFERENCE,
+            layer=layer.name,
+        )
+
+
+def _given(batch: Batch) -> list[Tensor]:
+    """The tensors of a call whose gradients could be asked for."""
+    routed = batch.routes_or_logits
+    routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
+    return [one for one in (batch.x_TH, routed, batch.add) if isinstance(one, Tensor)]
 
 
 def without_gradient(
     y_TH: Tensor, inputs: Iterable[Tensor | None], error: Callable[[], TokenyardError]
 ) -> Tensor:
-    """`y_TH`, which was computed without gradients. If one of its inputs requires one, `backward` raises this error."""
+    """`y_TH`, computed without gradients. If one of its inputs requires one, `backward` raises this error."""
     if not torch.is_grad_enabled():
         return y_TH
     wanting = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
@@ -179,10 +221,7 @@ def refuse_gradients(layer: Any, y_TH: Tensor, batch: Batch) -> Tensor:
     """The result of an eager call; `backward` through it raises."""
     if not torch.is_grad_enabled():
         return y_TH
-    routed = batch.routes_or_logits
-    routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
-    # A lazy chain: the parameters are visited only if gradients are enabled.
-    inputs = itertools.chain((batch.x_TH, routed, batch.add), layer.parameters())
+    inputs = itertools.chain(_given(batch), layer.parameters())
     return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
 
@@ -190,7 +229,7 @@ def _no_gradient(layer: str) -> HandleError:
     return HandleError(
         "backward was called through a layer",
         expected="inference: experts are not differentiated",
-        fix="call the model under torch.no_grad(), or detach what goes into the layer",
+        fix=INFERENCE,
         layer=layer,
     )
 
@@ -207,7 +246,7 @@ def _(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) ->
 
 
 def _remember_shapes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[-1])
+    ctx.save_for_backward(inputs[-2])  # the key
     ctx.inputs = [_shapes(value) for value in inputs]
 
 

@@ -10,10 +10,11 @@ import torch
 
 # By the method of `MoELayer`: why it runs outside of the graph, and what to do.
 _REASONS = {
-    "unreduced": "MoELayer.unreduced returns rows by rank, whose number is known only when they are home; it runs outside "
-    'of the graph. Fix: compile without fullgraph=True, or plan with reduce_ranks="exchange" and call the layer',
-    "start": "MoELayer.start returns while rows travel, and what it returns is finished by a later call; it runs outside "
-    "of the graph. Fix: compile without fullgraph=True, or call the layer, which is one operator of the graph",
+    "unreduced": "MoELayer.unreduced returns rows by rank, whose number is known only when they are home; it runs "
+    "outside of the graph. Fix: compile without fullgraph=True, or plan with reduce_ranks='exchange' and call the "
+    "layer",
+    "start": "MoELayer.start returns while rows travel, and what it returns is finished by a later call; it runs "
+    "outside of the graph. Fix: compile without fullgraph=True, or call the layer, which is one operator there",
 }
 
 

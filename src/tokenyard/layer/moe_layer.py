@@ -26,7 +26,13 @@ from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group.base import Background
 from tokenyard.group.own_process import not_pickled
-from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
+from tokenyard.layer.compiled import (
+    call_operator,
+    outside_of_the_graph,
+    refuse_gradients,
+    refuse_training,
+    register,
+)
 from tokenyard.layer.pending import PendingBatch
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
@@ -238,6 +244,7 @@ class MoELayer(nn.Module):
         """Send rows out; return a function that waits for the rows of this dispatch and runs the experts on them."""
         wiring, x_TH, routes_or_logits = self._wiring, batch.x_TH, batch.routes_or_logits
         audit = Audit(wiring)
+        refuse_training(self, batch)
 
         def run() -> ExpertResult:
             with audit.recording():

@@ -26,7 +26,7 @@ those of the outputs (g, g + 8) of one span where a mask extracts them, and thos
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,51 +121,68 @@ def largest_scales(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -
 
     None, if a line has a scale that is smaller than its largest by more than 2^11, so that e4m3 would have to round.
     """
-    codes, byte = matrix.payloads["data"], matrix.payloads["scales"].to(torch.int32)
-    is_zero = (codes & 0x77).view(*byte.shape, -1).amax(-1) == 0
-    largest = byte.masked_fill(is_zero, 0).amax(-1)
-    smallest = byte.masked_fill(is_zero, 255).amin(-1)
-    if bool((largest - smallest > CODE_RANGE).any()):
-        return None
-    order = output_order(matrix.shape[1], gated=gated, interleaved=interleaved).to(byte.device)
-    held = largest.new_full((matrix.shape[0], len(order)), 127)
-    held[:, order >= 0] = largest[:, order[order >= 0]]
+    order = output_order(matrix.shape[1], gated=gated, interleaved=interleaved).to(matrix.device)
+    held = torch.full((matrix.shape[0], len(order)), 127, dtype=torch.int32, device=matrix.device)
+    for expert, lines in enumerate(held):
+        codes, byte = (matrix.payloads[name][expert] for name in ("data", "scales"))
+        byte, is_zero = byte.to(torch.int32), (codes & 0x77).view(*byte.shape, -1).amax(-1) == 0
+        largest = byte.masked_fill(is_zero, 0).amax(-1)
+        smallest = byte.masked_fill(is_zero, 255).amin(-1)
+        if bool((largest - smallest > CODE_RANGE).any()):
+            return None
+        lines[order >= 0] = largest[order[order >= 0]]
     return functional.pad(held.flatten(), (0, SPARE), value=127)
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
     """Whether the packed form can hold every scale, as it can those of usual weights."""
-    scales, largest = _scales_of(matrix), LARGEST_SCALE[matrix.format.name]
-    if matrix.format.name == "nvfp4" and bool(scales.signbit().any()):
-        return False
-    return bool((scales.abs() <= largest).all())
+    largest = LARGEST_SCALE[matrix.format.name]
+    for expert in range(matrix.shape[0]):
+        scales = _scales_of(matrix[expert])
+        if matrix.format.name == "nvfp4" and bool(scales.signbit().any()):
+            return False
+        if not bool((scales.abs() <= largest).all()):
+            return False
+    return True
+
+
+def sizes(format: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, int]]:
+    """The dtype and the number of elements of the two buffers that hold packed matrices `[L, N, D]`, by name.
+
+    >>> sizes("mxfp4", (2, 64, 128))
+    {'words': (torch.int32, 6144), 'word_scales': (torch.int32, 384)}
+    """
+    experts, outputs, inputs = shape
+    elements = (experts * padded(outputs, OUTPUTS) + SPARE) * padded(inputs, INPUTS)
+    kept, each = (torch.bfloat16, 1) if format == "mxint4" else (torch.int32, 4)
+    return {
+        "words": (torch.int32, elements // 8),
+        "word_scales": (kept, elements // (each * weight_format(format).block)),
+    }
 
 
 def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMatrix:
     """Pack matrices `[L, N, D]`, one after the other. The codes of spans of nvfp4 whose scale is zero become zeros."""
+    words, scales = (
+        torch.zeros(size, dtype=dtype, device=matrix.device)
+        for dtype, size in sizes(matrix.format.name, matrix.shape).values()
+    )
+    others = (matrix.payloads.get(name) for name in ("global_scale", "global_factor"))
+    packed = PackedMatrix(matrix.format.name, matrix.shape, gated, interleaved, words, scales, *others)
+    pack_into(matrix, packed)
+    return packed
+
+
+def pack_into(matrix: QuantizedMatrix, packed: PackedMatrix) -> None:
+    """Write the packed matrices into the words and scales of `packed`, one expert after the other, on their device."""
     experts, outputs, inputs = matrix.shape
-    lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
-    span, device = matrix.format.block, matrix.device
-    order = output_order(outputs, gated=gated, interleaved=interleaved).to(device)
-    words = torch.zeros((experts * lines + SPARE) * width // 8, dtype=torch.int32, device=device)
-    kept, per = (torch.bfloat16, span) if matrix.format.name == "mxint4" else (torch.int32, 4 * span)
-    scales = torch.zeros((experts * lines + SPARE) * width // per, dtype=kept, device=device)
+    device, width = packed.words.device, padded(inputs, INPUTS)
+    order = output_order(outputs, gated=packed.gated, interleaved=packed.interleaved).to(device)
     for expert in range(experts):
         one = matrix[expert]
-        at = slice(expert * lines * width // 8, (expert + 1) * lines * width // 8)
-        words[at] = _words(one, order, width)
-        at = slice(expert * lines * width // per, (expert + 1) * lines * width // per)
-        scales[at] = _held_scales(one, order, width)
-    return PackedMatrix(
-        matrix.format.name,
-        matrix.shape,
-        gated,
-        interleaved,
-        words,
-        scales,
-        matrix.payloads.get("global_scale"),
-        matrix.payloads.get("global_factor"),
-    )
+        one = replace(one, payloads={name: payload.to(device) for name, payload in one.payloads.items()})
+        _of_expert(packed.words, packed.shape, expert).copy_(_words(one, order, width))
+        _of_expert(packed.scales, packed.shape, expert).copy_(_held_scales(one, order, width))
 
 
 def per_matrix(packed: Tensor, experts: int, outputs: int) -> int:
@@ -174,31 +191,40 @@ def per_matrix(packed: Tensor, experts: int, outputs: int) -> int:
     return packed.numel() * lines // (experts * lines + SPARE)
 
 
-def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
-    """The payloads `data` and `scales` of packed matrices, exactly, except for codes whose scale is zero."""
+def _of_expert(packed: Tensor, shape: tuple[int, ...], expert: int) -> Tensor:
+    """The part of a packed buffer (words or scales) that belongs to one expert, as a view."""
+    each = per_matrix(packed, *shape[:2])
+    return packed[expert * each : (expert + 1) * each]
+
+
+def unpack(packed: PackedMatrix, device: torch.device | None = None) -> dict[str, Tensor]:
+    """The payloads `data` and `scales` of packed matrices, exactly, except for codes whose scale is zero.
+
+    They are made on `device`, one expert after the other, so that the device of the packed matrices needs memory for
+    one expert only.
+    """
     experts, outputs, inputs = packed.shape
-    format = weight_format(packed.format)
-    lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
-    order = output_order(outputs, gated=packed.gated, interleaved=packed.interleaved).to(packed.words.device)
-    declared = format.payloads(outputs, inputs)
+    declared = weight_format(packed.format).payloads(outputs, inputs)
+    device = packed.words.device if device is None else device
     found = {
-        name: torch.empty(
-            experts, *declared[name].shape, dtype=declared[name].dtype, device=packed.words.device
-        )
+        name: torch.empty(experts, *declared[name].shape, dtype=declared[name].dtype, device=device)
         for name in ("data", "scales")
     }
+    order = output_order(outputs, gated=packed.gated, interleaved=packed.interleaved).to(packed.words.device)
     real = order >= 0
     for expert in range(experts):
-        at = slice(expert * lines * width // 8, (expert + 1) * lines * width // 8)
-        codes = torch.empty(outputs, width, dtype=torch.uint8, device=packed.words.device)
-        codes[order[real]] = _codes(packed.words[at], packed.format, width)[real]
-        codes = codes[:, : 2 * declared["data"].shape[1]]
-        found["data"][expert] = codes[:, 0::2] | codes[:, 1::2] << 4
-        scales = _scales_by_line(packed, expert, width)
-        by_output = scales.new_empty(outputs, scales.shape[1])
-        by_output[order[real]] = scales[real]
-        to = found["scales"][expert]
-        (to.view(torch.uint8) if packed.format == "nvfp4" else to).copy_(by_output[:, : to.shape[1]])
+        data, scales = (found[name][expert] for name in ("data", "scales"))
+        by_line = _codes_by_line(packed, expert)
+        codes = by_line.new_empty(outputs, by_line.shape[1])
+        codes[order[real]] = by_line[real]
+        codes = codes[:, : 2 * data.shape[1]]
+        data.copy_(codes[:, 0::2] | codes[:, 1::2] << 4)
+        by_line = _scales_by_line(packed, expert)
+        by_output = by_line.new_empty(outputs, by_line.shape[1])
+        by_output[order[real]] = by_line[real]
+        (scales.view(torch.uint8) if packed.format == "nvfp4" else scales).copy_(
+            by_output[:, : scales.shape[1]]
+        )
     return found
 
 
@@ -209,24 +235,25 @@ def _bit_places(format: str, half: int, kh: int, h: int) -> list[int]:
     ]
 
 
-def _codes(words: Tensor, format: str, width: int) -> Tensor:
-    """The codes of one matrix, line by line."""
-    w = words.view(-1, width // 64, 4, 8, 4, 4).to(torch.int64)
+def _codes_by_line(packed: PackedMatrix, expert: int) -> Tensor:
+    """The codes of one packed matrix, line by line, pads included."""
+    format, width = packed.format, padded(packed.shape[2], INPUTS)
+    w = _of_expert(packed.words, packed.shape, expert).view(-1, width // 64, 4, 8, 4, 4)
     if format != "mxint4":
         for place, other in reversed(E2M1_MIXED):
             w = w ^ (w >> other & 1) << place
-    n = w.new_empty(*w.shape, 2, 2, 2)
+    n = torch.empty(*w.shape, 2, 2, 2, dtype=torch.uint8, device=w.device)
     for half, kh, h in _PLACES:
         places = _bit_places(format, half, kh, h)
         code = sum((w >> place & 1) << (3 - nth) for nth, place in enumerate(places))
         n[..., half, kh, h] = code ^ 8 if format == "mxint4" else code
     n = n.permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
-    return n.reshape(-1, width).to(torch.uint8)
+    return n.reshape(-1, width)
 
 
 def _words(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
     byte = matrix.payloads["data"]
-    codes = torch.stack([byte & 15, byte >> 4], -1).flatten(-2).to(torch.int64)
+    codes = torch.stack([byte & 15, byte >> 4], -1).flatten(-2)
     is_integer = matrix.format.name == "mxint4"
     if is_integer:
         codes = codes ^ 8
@@ -234,21 +261,21 @@ def _words(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
         is_zero = matrix.payloads["scales"].float() == 0
         codes = codes.masked_fill(is_zero.repeat_interleave(matrix.format.block, -1), 0)
     nothing = 8 if is_integer else 0
-    held = torch.full((len(order), width), nothing, dtype=torch.int64, device=byte.device)
+    held = torch.full((len(order), width), nothing, dtype=torch.uint8, device=byte.device)
     real = order >= 0
     held[real, : codes.shape[1]] = codes[order[real]]
     # u w h g | chunk q kh c kl: block, warp, output + 8?, output; 64 inputs, 16, input + 8?, pair, which of the two
     n = held.view(-1, 4, 2, 8, width // 64, 4, 2, 4, 2)
     # u chunk w g c q | kl kh h
     n = n.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
-    w = n.new_zeros(n.shape[:6])
+    w = torch.zeros(n.shape[:6], dtype=torch.int32, device=n.device)
     for half, kh, h in _PLACES:
         for nth, place in enumerate(_bit_places(matrix.format.name, half, kh, h)):
-            w |= (n[..., half, kh, h] >> (3 - nth) & 1) << place
+            w |= (n[..., half, kh, h] >> (3 - nth) & 1).int() << place
     if not is_integer:
         for place, other in E2M1_MIXED:
             w ^= (w >> other & 1) << place
-    return w.to(torch.int32).flatten()
+    return w.flatten()
 
 
 def _scales_of(matrix: QuantizedMatrix) -> Tensor:
@@ -284,12 +311,11 @@ def _held_scales(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
     return (first | second >> 8 | (second & 0xFF) << 24).to(torch.int32).flatten()
 
 
-def _scales_by_line(packed: PackedMatrix, expert: int, width: int) -> Tensor:
+def _scales_by_line(packed: PackedMatrix, expert: int) -> Tensor:
     """The scales of one packed matrix, line by line: numbers of mxint4, or the codes of mxfp4 and nvfp4 scales."""
     format, span = packed.format, weight_format(packed.format).block
-    lines = padded(packed.shape[1], OUTPUTS)
-    count = lines * width // span // (1 if format == "mxint4" else 4)
-    held = packed.scales[expert * count : (expert + 1) * count]
+    lines, width = padded(packed.shape[1], OUTPUTS), padded(packed.shape[2], INPUTS)
+    held = _of_expert(packed.scales, packed.shape, expert)
     if format != "mxint4":
         word, shift = held.to(torch.int64) & 0xFFFFFFFF, SCALE_SHIFT[format]
         pairs = torch.stack([word, word << 8 | word >> 24], -1)

@@ -140,18 +140,24 @@ def block_scales(matrix: QuantizedMatrix, device: torch.device) -> Tensor:
     )
 
 
-def give_back(blocks: QuantizedMatrix) -> dict[str, Tensor]:
+def give_back(blocks: QuantizedMatrix, device: torch.device | None = None) -> dict[str, Tensor]:
     """The mxfp8 payloads of the same numbers, as copies: the recoded codes, and for each span its block's scale.
+
+    They are made on `device`, one expert after the other.
 
     >>> matrix = weight_format("mxfp8").quantize(torch.tensor([[[448.0] * 32 + [0.25] * 8]]))
     >>> matrix.payloads["scales"].tolist(), give_back(recode(matrix))["scales"].tolist()
     ([[[127, 117]]], [[[127, 127]]])
     """
-    _, outputs, width = blocks.shape
-    block_bytes = (blocks.payloads["scales"].view(torch.int32) >> 23).to(torch.uint8)
-    by_line = block_bytes.repeat_interleave(BLOCK, 1)[:, :outputs]
-    scales = by_line.repeat_interleave(BLOCK // SPAN, 2)[:, :, : width // SPAN].contiguous()
-    return {"data": blocks.payloads["data"].clone(), "scales": scales}
+    experts, outputs, width = blocks.shape
+    device = blocks.device if device is None else device
+    data = blocks.payloads["data"].to(device, copy=True)
+    scales = torch.empty(experts, outputs, width // SPAN, dtype=torch.uint8, device=device)
+    for expert in range(experts):
+        block_bytes = (blocks.payloads["scales"][expert].view(torch.int32) >> 23).to(torch.uint8)
+        by_line = block_bytes.repeat_interleave(BLOCK, 0)[:outputs]
+        scales[expert] = by_line.repeat_interleave(BLOCK // SPAN, 1)[:, : width // SPAN]
+    return {"data": data, "scales": scales}
 
 
 def _scale_of(byte: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from tokenyard.experts import Activation, ExpertWeights, activation
 from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import Format, QuantizedMatrix, weight_format
 from tokenyard.formats.base import dtype_name
+from tokenyard.layer.compiled import INFERENCE
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.rows import describe
 
@@ -60,8 +61,8 @@ class ExpertModule:
         return found
 
     def replace_by(self, experts: nn.Module) -> None:
-        """Replace the module. Its weights are freed, unless something else refers to them."""
-        setattr(self.block, self.attribute, experts)
+        """Replace the module by one in the same mode. Its weights are freed, unless something else refers to them."""
+        setattr(self.block, self.attribute, experts.train(self.module.training))
 
     @property
     def is_loaded(self) -> bool:
@@ -180,13 +181,9 @@ def _read(model: nn.Module, name: str, module: nn.Module, config: Config) -> Exp
     )
 
 
-def no_gradient() -> ContractError:
-    """The error of `backward` through a model's experts, which have no gradients, like those of a layer."""
-    return ContractError(
-        "backward was called through tokenyard's experts",
-        expected="inference: experts are not differentiated",
-        fix="call the model under torch.no_grad()",
-    )
+def no_gradient(what: str = "backward was called through tokenyard's experts") -> ContractError:
+    """The error of asking for gradients of a model's experts, which have none, like those of a layer."""
+    return ContractError(what, expected="inference: experts are not differentiated", fix=INFERENCE)
 
 
 def activation_of(module: nn.Module, config: Config, layer: str | None = None) -> Activation:

@@ -6,17 +6,25 @@ Transformers asks a registry which function computes its experts modules. Import
 
 There is no plan and no group. The model's own weights are used without a copy, also after they were changed in place
 or moved.
+
+Transformers takes any registered name for any model. It ignores the name in models whose experts do not ask the
+registry (Llama 4's among them). Such a model is refused here when it is built, or given the name.
 """
 
 from __future__ import annotations
 
+from functools import wraps
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tokenyard import experts as experts_room
+from tokenyard.checkpoints.families import counts_experts
+from tokenyard.errors import InputError
 from tokenyard.experts import Experts, ExpertsSpec
 from tokenyard.formats import for_dtype
 from tokenyard.integrations.transformers.expert_modules import (
@@ -28,7 +36,7 @@ from tokenyard.integrations.transformers.expert_modules import (
     tensors_of,
     weights_of,
 )
-from tokenyard.layer.compiled import without_gradient
+from tokenyard.layer.compiled import is_training_step, without_gradient
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 NAME = "tokenyard"
@@ -42,8 +50,14 @@ def tokenyard_experts(
 ) -> Tensor:
     """What Transformers calls: the weighted sum of each row's experts, in the dtype of the rows."""
     x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+    experts = _experts(module, top_k_index.shape[1])  # raises if the family is not known
+    inputs = (x_TH, top_k_weights, *tensors_of(module).values()) if torch.is_grad_enabled() else ()
+    if is_training_step(module, inputs):
+        name = type(module).__name__
+        raise no_gradient(
+            f"{name} was called in training mode, with gradients enabled and an input that requires them"
+        )
     with torch.no_grad():
-        experts = _experts(module, top_k_index.shape[1])
         # Where Transformers itself splits experts between ranks, the first id after the local ones means: not here.
         nobody = top_k_index == experts.spec.num_local_experts
         received = ReceivedRows(
@@ -56,7 +70,7 @@ def tokenyard_experts(
         )
         result = experts(received)
     assert isinstance(result, ExpertRows)
-    return without_gradient(result.rows_RH.to(x_TH.dtype), [x_TH], no_gradient).reshape(hidden_states.shape)
+    return without_gradient(result.rows_RH.to(x_TH.dtype), inputs, no_gradient).reshape(hidden_states.shape)
 
 
 def _experts(module: nn.Module, top_k: int) -> Experts:
@@ -85,4 +99,35 @@ def _experts(module: nn.Module, top_k: int) -> Experts:
 
 def register() -> None:
     """Make the implementation known to Transformers. Importing `tokenyard.integrations.transformers` does it."""
+    if NAME in ALL_EXPERTS_FUNCTIONS:
+        return
     ALL_EXPERTS_FUNCTIONS.register(NAME, tokenyard_experts)
+    chosen = PreTrainedModel.get_correct_experts_implementation
+
+    @wraps(chosen)
+    def checked(self: Any, requested_experts: str | None) -> str:
+        if requested_experts == NAME:
+            for model in self.modules():  # itself, and the models that it is made of, once they are built
+                if isinstance(model, PreTrainedModel):
+                    check_asks_registry(model)
+        return chosen(self, requested_experts)
+
+    # Every model asks this method about the name that it was given, when it is built and later.
+    PreTrainedModel.get_correct_experts_implementation = checked  # type: ignore[method-assign]
+
+
+def check_asks_registry(model: Any) -> None:
+    """Raise if a model has experts that never ask Transformers' registry what computes them.
+
+    Of a model of several models, each is asked itself. One without experts (a vision model) is passed over.
+    """
+    own = {key: value for key, value in model.config.to_dict().items() if not isinstance(value, dict)}
+    if model._can_set_experts_implementation() or not counts_experts(own):
+        return
+    family = model.config.model_type
+    raise InputError(
+        f"{type(model).__name__} was given experts_implementation={NAME!r}, and would ignore it: in this version of "
+        f"Transformers, the experts of model_type {family!r} cannot be replaced by name",
+        expected="a model whose experts module has Transformers' `use_experts_implementation`",
+        fix="leave `experts_implementation` out: the model computes its experts itself",
+    )

@@ -30,7 +30,7 @@ from tokenyard.integrations.transformers.loading import fill_shared, load_withou
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
 from tokenyard.integrations.transformers.synchronized_passes import SynchronizedPasses
 from tokenyard.layer import MoELayer
-from tokenyard.layer.compiled import without_gradient
+from tokenyard.layer.compiled import is_training_step, without_gradient
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
 from tokenyard.planning.planner import Plan, plan_draft
@@ -187,9 +187,11 @@ class ShardedExperts(nn.Module):
     def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
         if not torch.is_grad_enabled():
             return self._computed(x_TH, routes)
-        with torch.no_grad():
+        inputs = (x_TH, routes.topk_weights_TK)
+        # With gradients, the layer itself refuses a step of a training, on all ranks.
+        with torch.set_grad_enabled(is_training_step(self.layer, inputs)):
             y_TH = self._computed(x_TH, routes)
-        return without_gradient(y_TH, [x_TH], no_gradient)
+        return without_gradient(y_TH, inputs, no_gradient)
 
     _outside_of_the_graph = _never_compiled(_in_parts)  # meetings with other ranks cannot be part of a graph
 
