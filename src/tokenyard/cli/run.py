@@ -22,7 +22,7 @@ from tokenyard.cli.options import (
     STARTED_DEVICE,
     option,
 )
-from tokenyard.cli.output import check_out, console, print_json
+from tokenyard.cli.output import check_out, console, print_json, say
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
 from tokenyard.units import size
@@ -238,7 +238,7 @@ class _LiveAnswers:
         if self.judged:
             right = is_right(text, question.answer)
             line.append("  ✓" if right else f"  ✗ {question.answer} is right", "green" if right else "red")
-        self.out.print(line, soft_wrap=True)
+        say(line, on=self.out)
 
     def _now(self) -> RenderableType:
         from rich.console import Group
