@@ -1,12 +1,14 @@
-# `make run` and `make test` do everything on a machine that has Python 3.11+ and make.
+# `make run` and `make test` do everything on a Linux machine that has Python 3.11 to 3.13 and make.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # vLLM has pins of its own, and so an environment of its own.
 VLLM_BIN := .venv-vllm/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+# The newest versions of everything, without constraints.
+LATEST_BIN := .venv-latest/bin
 
-.PHONY: run run-vllm test test-vllm test-faults test-mutants test-fuzz lint docs bench clean
+.PHONY: run run-vllm test test-latest test-vllm test-faults test-mutants test-fuzz lint docs bench clean
 
 run: .venv/model
 	@$(BIN)/tokenyard run
@@ -17,6 +19,16 @@ run-vllm: .venv-vllm/ready
 
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# The same tests with the newest versions of all libraries, looked for each time. PYTHON=python3.13 chooses the Python of a
+# new environment. torch is the build that pip takes here: with CUDA, several GB.
+test-latest:
+	@test -x $(LATEST_BIN)/python || echo "Making .venv-latest with $$($(PYTHON) --version)"
+	@test -x $(LATEST_BIN)/python || $(PYTHON) -m venv .venv-latest
+	@echo "Installing the newest versions into .venv-latest (up to 8 GB; some minutes, or seconds where nothing is new)"
+	@$(LATEST_BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	@$(LATEST_BIN)/python -m pip freeze --exclude-editable
+	$(LATEST_BIN)/python -m pytest -n 2 --dist worksteal
 
 # The plugin in engines of the real vLLM, and our classes under its real kernel.
 test-vllm: .venv-vllm/ready
@@ -93,4 +105,4 @@ bench: .venv/dev
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-vllm site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-vllm site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""`make run` and `make run-vllm` say what they do while pip works, and are silent about what is done already."""
+"""Targets of make say what they do while pip works, and are silent about what is done already."""
 
 from __future__ import annotations
 
@@ -60,6 +60,18 @@ def test_make_run_vllm_has_an_environment_of_its_own(run):
     assert steps[0].startswith("Making .venv-vllm")
     assert "2 GB, a few minutes, once" in steps[1]
     assert run("run-vllm") == [job]
+
+
+def test_make_test_latest_looks_for_newer_versions_each_time(run):
+    first, *steps, job = run("test-latest")
+    assert first.startswith("Making .venv-latest")
+    assert job.endswith("the job: -m pytest -n 2 --dist worksteal")
+    assert run("test-latest")[0] == next(step for step in steps if step.startswith("Installing the newest"))
+    command = ["make", "--dry-run", "test-latest"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "--upgrade-strategy eager --editable '.[dev]'" in told
+    assert "constraint" not in told
+    assert "\n.venv-latest/\n" in (ROOT / ".gitignore").read_text()
 
 
 def test_the_wheel_of_flashinfer_that_is_fetched_is_the_one_whose_signatures_are_stored():

@@ -7,12 +7,21 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image
 
+from docs.generate import figures
 from docs.generate.pictures import FOLDER, PICTURES, choice, packet, timeline, workspace
 from docs.generate.pictures.svg import COLORS, WIDTH, Drawing
 from tokenyard import EXCHANGES, ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan, thread_groups
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
+
+# Pictures that `tokenyard bench show` draws.
+DRAWN_FIGURES = sorted(
+    path
+    for path in FOLDER.glob("*.png")
+    if path.stem in ("dispatch-cpu", "combine-error-cpu") or path.stem.endswith("-h200")
+)
 
 
 def texts(name: str) -> list[str]:
@@ -38,6 +47,15 @@ def test_a_picture_has_colors_for_both_modes_and_needs_nothing_from_elsewhere(na
     assert f'class="page" width="{WIDTH}"' in source  # a background of its own
     assert "href" not in source
     assert "url(" not in source.replace("url(#head)", "")
+
+
+@pytest.mark.parametrize("picture", DRAWN_FIGURES, ids=lambda path: path.stem)
+def test_a_picture_of_figures_shows_the_run_whose_figures_are_told(picture):
+    measured = figures.measured(picture.stem)
+    told = f"{measured.title}\n{measured.provenance['date'][:10]}"
+    assert Image.open(picture).text["Description"] == told, (
+        f"run: tokenyard bench show bench/results/{picture.stem}.json --plot docs/pictures/{picture.name}"
+    )
 
 
 def test_the_bytes_of_the_packet_are_those_of_a_row():

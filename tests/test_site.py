@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 
+# What a shell's commands may be marked as.
+SHELLS = ("sh", "bash", "shell", "zsh", "console")
+
 _FENCE = re.compile(r"^(?P<indent> *)```.*?\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _HEADING = re.compile(r"^(#+) +(.*?) *$", re.MULTILINE)
@@ -106,6 +109,19 @@ def test_every_fence_is_a_code_block_and_every_heading_a_heading(site, page):
     assert found.headings == headings
     # A fence that became prose; an escaped pipe in code, of which GitHub removes the backslash, and the site does not.
     assert [text for text in found.prose if "```" in text or r"\|" in text] == []
+
+
+def test_shell_lines_wrap(site):
+    """A long command is read to its end without scrolling: the stylesheet lets the blocks of shells wrap."""
+    css = (site / "stylesheets" / "site.css").read_text()
+    (wrapping,) = re.findall(r"([^{}]*)\{[^}]*white-space: pre-wrap;[^}]*\}", css)
+    told = "".join(page.read_text() for page in PAGES)
+    languages = {language for language in re.findall(r"^ *```(\w+)", told, re.M) if language in SHELLS}
+    assert languages
+    built = "".join(page.read_text() for page in site.rglob("*.html"))
+    for language in languages:
+        assert f'<div class="language-{language} highlight">' in built
+        assert f".language-{language} code" in wrapping
 
 
 def plain(heading: str) -> str:

@@ -128,7 +128,7 @@ def test_the_command_says_gains_costs_and_placements(tmp_path):
     assert "<svg" in picture.read_text()
     shown = call("balance", str(file), *rates, "--ranks", "2", "--replicas", "2")
     assert "1.500" in shown.output
-    assert "paid after" in shown.output
+    assert "paid for itself after" in shown.output
 
 
 def test_the_command_measures_what_it_is_not_told(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,8 @@ from tokenyard.cli.output import reported
 from tokenyard.errors import Alternative, PlanError, RankError
 
 COMMANDS = ["run", "eval", "check", "soak", "plan", "doctor", "support", "inspect", "convert", "bench"]
+BENCHMARKS = ["encode", "experts", "dispatch", "layer", "transformers", "overhead", "combine-error", "hosts"]
+BENCHMARKS += ["balance", "show"]
 MODULES = sorted((Path(tokenyard.__file__).parent / "cli").glob("*.py"))
 # Modules of the package that import nothing but the standard library.
 LIGHT = ("errors", "units", "version")
@@ -28,6 +32,35 @@ LIGHT = ("errors", "units", "version")
 def test_help_of_every_command(command):
     assert command in call("--help").stdout
     assert call(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
+)
+def test_help_shows_a_flag_by_its_name_alone_and_breaks_lines_only_where_they_are_full(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    told = call(*command, "--help").stdout
+    assert "bool" not in told.lower()
+    assert re.search(r"--help +-h  ", told)
+    prose = [line.strip() for line in told.split("╭")[0].splitlines()]
+    for line, following in itertools.pairwise(prose):
+        if line and following:  # the first word of the next line had no room in this one
+            assert len(line) + 1 + len(following.split()[0]) > 78, line
+
+
+def test_sentences_are_broken_between_words_and_keep_their_indentation(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    result = call("plan", "--config", "there_is_no_such_file.json", "--ranks", 2)
+    assert result.stderr.splitlines() == [
+        "error:",
+        "there_is_no_such_file.json",
+        "cannot be read (No such file",
+        "or directory)",
+        "  expected: the config.json of",
+        "  a Hugging Face model, or its",
+        "  folder",
+        "  fix: check the path",
+    ]
 
 
 def test_version():

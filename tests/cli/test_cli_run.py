@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("transformers")
 from tests.cli.runner import call, call_json
 from tests.evaluation.checkpoints import save_random_model
 from tokenyard.cli.run import enough_of
+from tokenyard.lab.shipped import unknown_words
 
 THREADS = ("--kind", "threads", "--ranks", 2)
 
@@ -43,16 +45,33 @@ def test_a_question_of_ones_own():
         "How many pens does Mia have now?",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(
+        "The model that ships solves arithmetic word problems, and can do nothing else.\n"
+    )
     assert "34 + 27 : 4 7 1 , 3 2 6 = 61 ;" in result.stdout
     assert "answer 50" in result.stdout
     assert "What moved between 2 ranks" in result.stdout
     assert "right" not in result.stdout  # nobody knows
 
 
-def test_words_that_the_shipped_model_does_not_know_are_named():
-    result = call("run", *THREADS, "--prompt", "Mia sees 3 submarines.", "--max-new-tokens", 1)
-    assert result.exit_code == 0
-    assert "has never seen: sees, submarines" in result.stderr
+def test_words_that_the_shipped_model_does_not_know_are_refused_before_ranks_start(monkeypatch):
+    monkeypatch.delattr("tokenyard.lab.evaluation.ranks.StartedRanks.call")
+    result = call("run", *THREADS, "--prompt", "Mia has 3 pens.", "--prompt", "Mia sees 3 submarines.")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        "--prompt 'Mia sees 3 submarines.', with words that the model that ships has never seen"
+        in result.stderr
+    )
+    assert ": sees, submarines\n  expected: an arithmetic word problem" in result.stderr
+    example = re.search(r'fix: ask it, for example, "(.*)", or pass --model', result.stderr)[1]
+    assert not unknown_words(example)
+
+
+def test_another_model_is_asked_in_any_words(random_model):
+    assert call_json(
+        *("run", *THREADS, "--model", random_model, "--prompt", "Mia sees 3 submarines."),
+        *("--max-new-tokens", 1),
+    )["passed"]
 
 
 def test_one_problem_that_is_wrong_is_exit_code_one():

@@ -1,4 +1,4 @@
-"""Tables lose nothing in a narrow terminal: each command's own, with figures as they are measured."""
+"""Commands lose nothing in a narrow terminal, and break no word: each one's own tables and sentences."""
 
 import json
 import re
@@ -143,13 +143,14 @@ def run(tmp_path, monkeypatch):
         "imbalance": 1.25,
         **{name: [100.0] * 4 for name in ("dispatch_s", "experts_s", "combine_s")},
     }
-    asked = [SimpleNamespace(prompt="Why?", answer="")]
-    answers = [
-        {"answers": [(0, "Because.", 3)], "seconds": 1.0, "exchange": "one_sided", "layers": [layer] * 4}
-    ]
+    question = (
+        "Mia has 34 pens. Tom gives her 27 more. She sells 11 of the pens. How many pens does Mia have now?"
+    )
+    answer = "34 + 27 : 4 7 1 , 3 2 6 = 61 ; 61 - 11 : 1 1 0 , 6 1 5 = 50 ; answer 50"
+    answers = [{"answers": [(0, answer, 40)], "seconds": 1.0, "exchange": "one_sided", "layers": [layer] * 4}]
     where = SimpleNamespace(leads=True, size=4, call=lambda *_args, **_options: answers)
     monkeypatch.setattr(run_command, "start_ranks", lambda *_: where)
-    return call("run", "--prompt", asked[0].prompt)
+    return call("run", "--prompt", question)
 
 
 def evaluation(tmp_path, monkeypatch):
@@ -224,17 +225,26 @@ def out_of(command, folder, monkeypatch, columns):
 
 @pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_a_command_shows_every_word_of_its_tables_or_names_the_columns(
+def test_a_command_fits_and_shows_every_word_or_names_the_columns_that_are_left_out(
     command, columns, tmp_path, monkeypatch
 ):
     narrow = out_of(command, tmp_path / "narrow", monkeypatch, columns)
     wide = out_of(command, tmp_path / "wide", monkeypatch, 1000)
-    tables = [line for line in narrow.splitlines() if re.search(r"[━─│┃]", line)]
-    assert max(map(len, tables), default=0) <= columns
+    assert max(map(len, narrow.splitlines())) <= columns
     # By itself it stands between the first and the last layer.
     assert "…" not in re.sub(r"(?<!\S)…(?!\S)", "", narrow)
     if "Left out for lack of width: " not in narrow:
         assert words(wide) - words(narrow) == set()
+
+
+def test_a_table_of_support_stays_a_table_in_a_terminal_of_80_columns(tmp_path, monkeypatch):
+    shown = out_of(support, tmp_path / "80", monkeypatch, 80)
+    assert re.search(r"format +┃ bytes ┃ +allgather", re.sub(r" +┃ +", " ┃ ", shown))
+
+
+def test_a_figure_stays_beside_its_unit(tmp_path, monkeypatch):
+    shown = out_of(run, tmp_path / "80", monkeypatch, 80)
+    assert len(re.findall(r"4\.0 GB +4\.0 GB", shown)) == 4  # out and back, of four layers
 
 
 # --- How a table is made to fit ----------------------------------------------------------------------------

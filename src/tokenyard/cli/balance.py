@@ -9,7 +9,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, PLOT_FILE, option
-from tokenyard.cli.output import Output, console
+from tokenyard.cli.output import Output, say
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -108,10 +108,9 @@ def _show(layers: list[LayerForecast], document: dict[str, Any]) -> None:
         if steps == 0
         else "It does not pay: the busiest ranks get no fewer rows."
         if steps is None
-        else f"It has paid after {steps:,} step{'s' if steps > 1 else ''}."
+        else f"The move has paid for itself after {steps:,} step{'s' if steps > 1 else ''}."
     )
-    console().print(
+    say(
         f"{paid} Experts move at {document['bandwidth_GB_per_s']:.3g} GB/s, products run at "
-        f"{document['TFLOP_per_s']:.3g} TFLOP/s; {document['steps']:,} steps were recorded.",
-        soft_wrap=True,
+        f"{document['TFLOP_per_s']:.3g} TFLOP/s; {document['steps']:,} steps were recorded."
     )

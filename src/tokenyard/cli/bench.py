@@ -16,11 +16,15 @@ import typer
 from tokenyard.cli.bench_options import choose, dependent
 from tokenyard.cli.bench_output import run_benchmark, show
 from tokenyard.cli.options import JSON_FLAG, ONLY_EXCHANGES, OUT_FILE, PLOT_FILE, option
-from tokenyard.cli.output import Output, reported
+from tokenyard.cli.output import Command, CommandGroup, Output, reported
 from tokenyard.cli.parts import refuse_override
 from tokenyard.errors import InputError
 
-app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup,
+    help="Measure speed and accuracy, each figure beside its floor: the best that the hardware allows.",
+    no_args_is_help=True,
+)
 _SEVERAL = "may be given several times."
 
 
@@ -42,14 +46,14 @@ def _benchmark(declared: Callable[..., str | None]) -> None:
 
         run_benchmark(getattr(runs, f"{name}_run")(**given), output)
 
-    app.command()(reported(command))
+    app.command(cls=Command)(reported(command))
 
 
 @_benchmark
 def encode(
     tokens: list[int] = option([512], f"Tokens; {_SEVERAL}", "--tokens", min=1),
     hidden_size: int = option(7168, "The width of a row.", min=1),
-    seconds: float = option(1.0, "About as long, for each format.", min=0.0, max=600.0),
+    seconds: float = option(1.0, "Seconds to measure each format, roughly.", min=0.0, max=600.0),
     out: Path | None = OUT_FILE,
     as_json: bool = JSON_FLAG,
 ) -> None:
@@ -63,7 +67,7 @@ def experts(
     intermediate_size: int | None = dependent("experts", "intermediate_size"),
     num_experts: int | None = dependent("experts", "num_experts"),
     top_k: int | None = dependent("experts", "top_k"),
-    rounds: int | None = dependent("experts", "rounds", "Rounds of each."),
+    rounds: int | None = dependent("experts", "rounds", "Rounds of each measurement."),
     weights: list[str] | None = dependent(
         "experts", "weights", f"The format of the weights, bf16 or quantized; {_SEVERAL}", min=None
     ),
@@ -137,7 +141,7 @@ def layer(
     cells: str | None = option(
         None, "Instead of a shape: FLASH, PRO and V3 on 8 virtual ranks (several with commas, or `all`)."
     ),
-    rounds: int = option(15, "Both contestants take turns so often.", min=2),
+    rounds: int = option(15, "Rounds, in which the layer and its peer take turns.", min=2),
     device: str = option("cuda", "cuda: virtual ranks that share one GPU."),
     out: Path | None = OUT_FILE,
     plot: Path | None = PLOT_FILE,
@@ -161,11 +165,11 @@ def transformers(
     num_experts: int = option(32, min=1),
     top_k: int = option(4, min=1),
     num_layers: int = option(6, min=1),
-    sequences: int = option(4, "Of each rank.", min=1),
+    sequences: int = option(4, "Sequences of each rank.", min=1),
     length: int = option(32, "Tokens of a prompt.", min=1),
     steps: int = option(8, "Tokens that follow it, one pass each.", min=1),
     rounds: int = option(7, min=2),
-    exchange: str = option("one_sided", "Ours."),
+    exchange: str = option("one_sided", "The exchange of our model."),
     out: Path | None = OUT_FILE,
     as_json: bool = JSON_FLAG,
 ) -> None:
@@ -178,11 +182,11 @@ def transformers(
 
 @_benchmark
 def overhead(
-    rounds: int = option(15, "Rounds of each.", min=2),
+    rounds: int = option(15, "Rounds of each measurement.", min=2),
     out: Path | None = OUT_FILE,
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """What one rank pays: a layer with one token beside its experts, the shipped model beside plain Transformers."""
+    """The overhead on one rank: of a layer with one token over its experts, of a model over plain Transformers."""
     refuse_override()
 
 
@@ -196,7 +200,7 @@ def combine_error(
     intermediate_size: int = option(64, min=1),
     num_experts: int = option(32, min=1),
     top_k: int = option(8, min=1),
-    tokens: int = option(64, "Of all ranks together.", min=1),
+    tokens: int = option(64, "Tokens of all ranks together.", min=1),
     layers: int = option(5, "Random layers of each kind.", min=1),
     out: Path | None = OUT_FILE,
     plot: Path | None = PLOT_FILE,
@@ -224,8 +228,10 @@ def hosts(
     ),
     rate: float = option(200.0, "Mbit/s of each link, each way.", min=1.0),
     delay: float = option(0.0, "ms from one host to another.", min=0.0),
-    compute: float = option(0.0, "ms that experts compute: what overlaps is measured.", min=0.0),
-    rounds: int = option(5, "Calls of each.", min=2),
+    compute: float = option(
+        0.0, "ms that the experts compute in, to measure what overlaps with it.", min=0.0
+    ),
+    rounds: int = option(5, "Calls through each exchange.", min=2),
     out: Path | None = OUT_FILE,
     plot: Path | None = PLOT_FILE,
     as_json: bool = JSON_FLAG,
@@ -246,8 +252,8 @@ def balance(
     num_experts: int = option(64, min=1),
     top_k: int = option(4, min=1),
     zipf: float = option(1.2, "The exponent of Zipf's law.", min=0.0, max=10.0),
-    spare_experts: int = option(2, "Memory for so many more on each rank.", min=1),
-    rounds: int = option(9, "Calls and moves of each.", min=2),
+    spare_experts: int = option(2, "How many more experts each rank has memory for.", min=1),
+    rounds: int = option(9, "Calls and moves of each kind.", min=2),
     out: Path | None = OUT_FILE,
     as_json: bool = JSON_FLAG,
 ) -> None:
@@ -255,4 +261,4 @@ def balance(
     refuse_override()
 
 
-app.command()(show)
+app.command(cls=Command)(show)

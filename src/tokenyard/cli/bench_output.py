@@ -10,7 +10,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import PLOT_FILE, option
-from tokenyard.cli.output import Output, console, reported, save_json
+from tokenyard.cli.output import Output, console, reported, save_json, say
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
 
@@ -32,13 +32,13 @@ def run_benchmark(run: Run, output: Output) -> None:
     for number, step in enumerate(steps, start=1):
         message = f"{document.benchmark}: measuring {step} ({number} of {len(steps)})"
         if not errors.is_terminal:
-            errors.print(message, markup=False)
+            say(message, on=errors)
         with errors.status(message):
             records = next(found)
         document.results += records
         for record in records:
             took = record.note if record.ours is None else f"{figure(record.ours.median)} {document.unit}"
-            errors.print(f"  {record}: {took}", markup=False, soft_wrap=True)
+            say(f"  {record}: {took}", on=errors)
         if output.out is not None:  # after every step, so that figures survive if the machine goes away
             save_json(document.as_dict(), output.out)
     run.finish()
@@ -61,13 +61,13 @@ def print_document(document: Document) -> None:
     rows = zip(*cells.values(), strict=True)
     figures = [name for name, found in cells.items() if all(cell[:1].isdigit() for cell in found if cell)]
     show_table(list(cells), rows, right=figures, less_needed=document.less_needed, title=document.title)
-    console().print("\n".join(document.summary()), markup=False, soft_wrap=True)
+    say("\n".join(document.summary()))
 
 
 @reported
 def show(
     file: Path = typer.Argument(..., help="A file that a benchmark wrote (--out)."),
-    markdown: bool = option(False, "As a table for a page.", "--markdown"),
+    markdown: bool = option(False, "Print a table in Markdown.", "--markdown"),
     plot: Path | None = PLOT_FILE,
 ) -> None:
     """Show figures that a benchmark has saved."""

@@ -16,7 +16,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JSON_FLAG, LOADED_EXCHANGES, ROWS_DEVICE, option
-from tokenyard.cli.output import Output, console, progress_bar
+from tokenyard.cli.output import Output, console, progress_bar, say
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError, check_part
@@ -38,13 +38,13 @@ _MOST_NAMED = 5
 
 def check(
     cases: int = option(2000, "Random cases, over all cells of the grid.", min=0),
-    seed: int = option(0, "Of the random cases."),
+    seed: int = option(0, "The seed of the random cases."),
     exchange: list[str] | None = LOADED_EXCHANGES,
     format_: list[str] | None = option(
-        None, "Only this format: a name, or package.module:Class. Several times.", "--format"
+        None, "Only this format: a name, or package.module:Class. May be given several times.", "--format"
     ),
     experts: list[str] | None = option(
-        None, "Only these experts: a name, or package.module:Class. Several times."
+        None, "Only these experts: a name, or package.module:Class. May be given several times."
     ),
     ranks: str = option("both", "Ranks as `threads`, `processes` or `both`."),
     device: str = ROWS_DEVICE,
@@ -126,10 +126,10 @@ def check(
     def show() -> None:
         _show(console(), device, parts, cells, only_cases)
         for why in skipped.values():
-            console().print(f"not checked: {why}", style="yellow", markup=False, soft_wrap=True)
+            say(f"not checked: {why}", style="yellow")
         count = sum(cell.passed for cell in cells)
         checks = sum(result.passed for result in named)
-        console().print(
+        say(
             f"{count} of {len(drawn)} cases and {checks} of {len(named)} checks passed, in {seconds:.0f} s",
             style="green" if passed else "red",
         )
@@ -227,9 +227,9 @@ def _show(out: Console, device: str, parts: list[CheckedPart], cells: list[Cell]
             for part in alone:
                 findings += _first(part)
     for finding in findings[:_MOST_SHOWN]:
-        out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
+        say(f"✗ {finding}", style="red", on=out)
     if len(findings) > _MOST_SHOWN:
-        out.print(f"and {len(findings) - _MOST_SHOWN} more: --json has them all", style="red")
+        say(f"and {len(findings) - _MOST_SHOWN} more: --json has them all", style="red", on=out)
     if cases:
         _show_histogram(cases)
 

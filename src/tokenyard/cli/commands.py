@@ -12,7 +12,7 @@ from tokenyard.cli.doctor import doctor
 from tokenyard.cli.eval import evaluate
 from tokenyard.cli.inspect import inspect
 from tokenyard.cli.options import option
-from tokenyard.cli.output import Commands, reported
+from tokenyard.cli.output import Command, Commands, reported
 from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
 from tokenyard.cli.soak import soak
@@ -43,8 +43,8 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
-app.command()(reported(run))
-app.command("eval")(reported(evaluate))
+app.command(cls=Command)(reported(run))
+app.command("eval", cls=Command)(reported(evaluate))
 for _command in (check, soak, plan, balance, inspect, convert, doctor, support):
-    app.command()(reported(_command))
+    app.command(cls=Command)(reported(_command))
 app.add_typer(bench.app, name="bench")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tokenyard.cli.options import JSON_FLAG, option
-from tokenyard.cli.output import Output, console
+from tokenyard.cli.output import Output, console, say
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -88,8 +88,7 @@ def _show(written: Conversion, seconds: float) -> None:
         ],
         title=f"{written.folder}: experts in {written.weights}, {count(len(written.files), 'file')} of weights",
     )
-    console().print(
+    say(
         f"{size(written.bytes_before)} became {size(written.bytes_after)}, in {seconds:.1f} s. The error is that of "
-        "the weights, |quantized - plain| / |plain|; what it costs in answers, `tokenyard eval` tells.",
-        soft_wrap=True,
+        "the weights, |quantized - plain| / |plain|; what it costs in answers, `tokenyard eval` tells."
     )

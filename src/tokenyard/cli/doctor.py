@@ -16,7 +16,7 @@ import typer
 
 from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
 from tokenyard.cli.options import JSON_FLAG, option
-from tokenyard.cli.output import Output, console
+from tokenyard.cli.output import Output, console, say
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
@@ -142,6 +142,9 @@ def _exchanges() -> Iterator[Finding]:
     ranks: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")
     for name in EXCHANGES:
         for kind in ranks:
+            if kind == "processes" and (why := _no_processes()):
+                yield Finding(section="exchanges", name=f"{name} on {kind}", ok=None, detail=why, absent=True)
+                continue
             ok, detail = _tried(name, kind)
             core = kind == "threads"
             yield Finding(section="exchanges", name=f"{name} on {kind}", ok=ok, detail=detail, core=core)
@@ -176,6 +179,14 @@ def tiny_layer(group: Group, exchange: str) -> float:
     return run_case(group, case).end_to_end_error
 
 
+def _no_processes() -> str | None:
+    """None, or why ranks cannot be processes here."""
+    from tokenyard.group.hosts import lacking_for_processes
+
+    lacking = lacking_for_processes()
+    return lacking and f"this system has no {lacking}, which ranks as processes need: that is Linux"
+
+
 def _on_gpus(exchange: str) -> tuple[bool | None, str]:
     import torch
 
@@ -204,6 +215,10 @@ def _start_of_processes() -> Iterator[Finding]:
     """How long ranks take to start as processes, from a forkserver that is warm."""
     from tokenyard.group import launch
 
+    name = f"{_START_RANKS} process ranks"
+    if why := _no_processes():
+        yield Finding(section="start", name=name, ok=None, detail=why, absent=True)
+        return
     try:
         launch(_START_RANKS, _say_rank, ranks="processes", deadline=_DEADLINE["cpu"])  # warms the forkserver
         start = time.perf_counter()
@@ -211,7 +226,7 @@ def _start_of_processes() -> Iterator[Finding]:
         ok, detail = True, f"{time.perf_counter() - start:.2f} s to start, meet and end"
     except Exception as raised:
         ok, detail = False, _in_one_line(raised.__cause__ or raised)
-    yield Finding(section="start", name=f"{_START_RANKS} process ranks", ok=ok, detail=detail)
+    yield Finding(section="start", name=name, ok=ok, detail=detail)
 
 
 def _vllm() -> Iterator[Finding]:
@@ -272,7 +287,7 @@ def _show(findings: list[Finding]) -> None:
         rows.append((Text(section, style="bold"), Text(sign, style=style), *what))
     show_table([""] * 4, rows, show_header=False, box=None)
     verdict, style = _verdict(findings)
-    console().print(Text(verdict, style=style))
+    say(verdict, style=style)
 
 
 def _verdict(findings: list[Finding]) -> tuple[str, str]:

@@ -73,9 +73,10 @@ def evaluate(
     out: Path | None = OUT_FILE,
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Accuracy of every exchange × wire × weights × what stands between the products × way back.
+    """Measure how accurate a model is through every exchange, in every combination of formats.
 
-    Each is compared with the whole model.
+    Formats are those of the rows on the way out and back, of the weights, and of the numbers between an expert's two
+    products. Each combination answers the same questions as the whole model, and is compared with it.
     """
     where = start_ranks(ranks, kind, device)
     from tokenyard.exchange import EXCHANGES, resolve

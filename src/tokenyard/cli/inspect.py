@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, option
-from tokenyard.cli.output import Output, console
+from tokenyard.cli.output import Output, say
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
 from tokenyard.units import size
@@ -163,15 +163,13 @@ def _show(found: dict[str, Any]) -> None:
         title=f"{found['path']}: {found['model_type'] or 'a model'}, {count(len(found['layers']), 'MoE layer')}, "
         f"{size(found['bytes']['total'])} in {count(len(found['files']), 'file')}",
     )
-    out = console()
     sizes = {part: size(nbytes) for part, nbytes in found["bytes"].items()}
-    out.print(
+    say(
         f"Experts {sizes['experts']}, everything else {sizes['shared']}. With {found['ranks']} ranks, one holds "
-        f"{sizes['rank']} at most: everything else, and its experts.",
-        soft_wrap=True,
+        f"{sizes['rank']} at most: everything else, and its experts."
     )
     for note in found["notes"]:
-        out.print(note, style="yellow", markup=False, soft_wrap=True)
+        say(note, style="yellow")
 
 
 def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:

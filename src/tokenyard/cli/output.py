@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import time
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tokenyard.errors import InputError, RankError, TokenyardError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.text import Text
 
 
 Parameters = ParamSpec("Parameters")
@@ -63,6 +65,32 @@ def progress_bar(**options: Any) -> Progress:
 def has_a_width(console: Console) -> bool:
     """Whether lines must fit the width of the console: in a terminal, or if COLUMNS is set."""
     return console.is_terminal or "COLUMNS" in os.environ
+
+
+def say(text: str | Text, *, style: str = "", on: Console | None = None) -> None:
+    """Print sentences for people, on stdout or on the console that is given.
+
+    In a terminal a line ends between two words, and what follows is indented as its first line is. In a log or a file
+    nothing is broken.
+    """
+    from rich.text import Text
+
+    out = console() if on is None else on
+    said = Text(text) if isinstance(text, str) else text
+    if has_a_width(out):
+        said = Text("\n").join(
+            part for line in said.split("\n", allow_blank=True) for part in _wrapped(line, out)
+        )
+    out.print(said, style=style, soft_wrap=True)
+
+
+def _wrapped(line: Text, out: Console) -> Iterator[Text]:
+    from rich.text import Text
+
+    indent = len(line.plain) - len(line.plain.lstrip(" "))
+    for part in line[indent:].wrap(out, max(1, out.width - indent)):
+        part.rstrip()
+        yield Text(" " * indent) + part
 
 
 def print_json(document: Any) -> None:
@@ -143,8 +171,36 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
     return wrapped
 
 
-class Commands(TyperGroup):
-    """Commands that also report wrong options as a JSON document, if `--json` is among the arguments."""
+class _ReadableHelp:
+    """The texts of `--help`, for classes of typer: flags without a type, paragraphs as wide as the terminal."""
+
+    def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
+        super().__init__(*args, help=help and _without_line_breaks(help), **options)  # type: ignore[call-arg]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # typer's
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""  # else `<bool>`, as if the flag took a value
+        return params
+
+
+def _without_line_breaks(docstring: str) -> str:
+    """A docstring with each paragraph in one line."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+class Command(_ReadableHelp, TyperCommand):
+    """One command."""
+
+
+class CommandGroup(_ReadableHelp, TyperGroup):
+    """Several commands."""
+
+
+class Commands(CommandGroup):
+    """All commands. They also report wrong options as a JSON document, if `--json` is among the arguments."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         _document_printed.set(False)
@@ -211,14 +267,14 @@ def error_fields(error: TokenyardError) -> dict[str, Any]:
 def _print_error(error: TokenyardError) -> None:
     import traceback
 
-    cause = error.__cause__
-    lines = []
+    cause, out = error.__cause__, console(stderr=True)
     if isinstance(error, RankError) and cause is not None and not isinstance(cause, TokenyardError):
         # The traceback of the cause shows where it was raised.
-        lines = "".join(traceback.format_exception(cause)).splitlines()
-    lines += [f"error: {error.headline}", f"  expected: {error.expected}"]
+        trace = "".join(traceback.format_exception(cause)).rstrip()
+        out.print(trace, style="red", markup=False, soft_wrap=True)
+    lines = [f"error: {error.headline}", f"  expected: {error.expected}"]
     if error.alternatives:
         lines += ["  one of these works:", *(f"    {alternative}" for alternative in error.alternatives)]
     else:
         lines.append(f"  fix: {error.fix}")
-    console(stderr=True).print("\n".join(lines), style="red", markup=False, soft_wrap=True)
+    say("\n".join(lines), style="red", on=out)

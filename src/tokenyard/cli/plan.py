@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, option
-from tokenyard.cli.output import Output, console
+from tokenyard.cli.output import Output, say
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -115,8 +115,7 @@ def _show(drafted: Draft) -> None:
         f"{drafted.exchange.name}{chosen(drafted.exchange_reason)}, {drafted.in_flight} in flight",
     )
     times = "" if drafted.in_flight == 1 else f", × {drafted.in_flight} in flight"
-    console().print(
+    say(
         f"All layers share a workspace of {size(drafted.workspace_bytes)} a rank: largest out "
-        f"{size(drafted.dispatch_bytes)} + largest back {size(drafted.combine_bytes)}{times}.",
-        soft_wrap=True,
+        f"{size(drafted.dispatch_bytes)} + largest back {size(drafted.combine_bytes)}{times}."
     )

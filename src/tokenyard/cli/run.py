@@ -22,9 +22,9 @@ from tokenyard.cli.options import (
     STARTED_DEVICE,
     option,
 )
-from tokenyard.cli.output import check_out, console, print_json
+from tokenyard.cli.output import check_out, console, print_json, say
 from tokenyard.cli.tables import show_table
-from tokenyard.errors import InputError
+from tokenyard.errors import InputError, shown
 from tokenyard.units import size
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 EXIT_WRONG = 1
 # The share of the problems that must be right: 19 of 20.
 ENOUGH = 0.95
+# A problem that the shipped model solves.
+_EXAMPLE = "Mia has 34 pens. Tom gives her 27 more. How many pens does Mia have now?"
 # Modules that the ranks' processes need, imported once in the forkserver that starts them.
 PRELOAD = (
     "transformers.models.auto.modeling_auto",
@@ -49,7 +51,11 @@ PRELOAD = (
 
 def run(
     model: Path | None = MODEL_FOLDER,
-    prompt: list[str] | None = option(None, "Answer this; may be given several times.", shown=False),
+    prompt: list[str] | None = option(
+        None,
+        "Answer this; may be given several times. The model that ships answers word problems only.",
+        shown=False,
+    ),
     problems: int = option(20, "Held-out word problems to answer, without --prompt.", min=1),
     ranks: int = RANK_COUNT,
     kind: str = RANK_KIND,
@@ -76,7 +82,7 @@ def run(
     from tokenyard.lab.evaluation.questions import Question, held_out_questions
     from tokenyard.planning.choosing import AUTO
 
-    _check_prompts(prompt or ())
+    _check_prompts(prompt or (), shipped=model is None)
     check_out(record)
     folder = check_model(model)
     asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
@@ -89,8 +95,8 @@ def run(
     }
     file = None if record is None else str(record)
     shows = where.leads and not as_json
-    if prompt and model is None and where.leads:
-        _warn_of_unknown_words(prompt)
+    if shows and prompt and model is None:
+        say("The model that ships solves arithmetic word problems, and can do nothing else.", style="dim")
     with _LiveAnswers(asked, judged=not prompt, shows=shows) as live:
         work = (str(folder), prompts, sharding, max_new_tokens, file)
         by_rank = where.call(answer_questions, *work, on_message=live.on_message)
@@ -151,7 +157,9 @@ def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
     return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind, device=device)
 
 
-def _check_prompts(prompts: Sequence[str]) -> None:
+def _check_prompts(prompts: Sequence[str], *, shipped: bool) -> None:
+    from tokenyard.lab.shipped import unknown_words
+
     for text in prompts:
         if not text.strip():
             raise InputError(
@@ -159,20 +167,12 @@ def _check_prompts(prompts: Sequence[str]) -> None:
                 expected="a text to answer",
                 fix="write one, or leave out --prompt: word problems are answered then",
             )
-
-
-def _warn_of_unknown_words(prompts: Sequence[str]) -> None:
-    from tokenyard.lab.shipped import unknown_words
-
-    unknown = [word for text in prompts for word in unknown_words(text)]
-    if unknown:
-        console(stderr=True).print(
-            f"The model that ships has never seen: {', '.join(unknown)}. It knows word problems like those of "
-            "`tokenyard run`.",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
+        if shipped and (unknown := unknown_words(text)):
+            raise InputError(
+                f"--prompt {shown(text)}, with words that the model that ships has never seen: {', '.join(unknown)}",
+                expected="an arithmetic word problem, in words that it knows: it can do nothing else",
+                fix=f'ask it, for example, "{_EXAMPLE}", or pass --model',
+            )
 
 
 def _in_order(by_rank: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
@@ -238,7 +238,7 @@ class _LiveAnswers:
         if self.judged:
             right = is_right(text, question.answer)
             line.append("  ✓" if right else f"  ✗ {question.answer} is right", "green" if right else "red")
-        self.out.print(line, soft_wrap=True)
+        say(line, on=self.out)
 
     def _now(self) -> RenderableType:
         from rich.console import Group

@@ -19,7 +19,7 @@ from tokenyard.cli.options import (
     ROWS_DEVICE,
     option,
 )
-from tokenyard.cli.output import Output, console
+from tokenyard.cli.output import Output, console, say
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -36,10 +36,10 @@ _MOST_SHOWN = 12
 
 
 def soak(
-    minutes: float = option(10.0, "How long.", min=0.01),
+    minutes: float = option(10.0, "How many minutes.", min=0.01),
     episodes: int | None = option(None, "End after so many episodes, however long they take.", min=1),
     ranks: int = RANK_COUNT,
-    processes: bool = option(True, "What the ranks are.", "--processes/--threads"),
+    processes: bool = option(True, "Ranks as processes or as threads.", "--processes/--threads"),
     exchange: list[str] | None = LOADED_EXCHANGES,
     losses: bool | None = option(
         None,
@@ -48,7 +48,7 @@ def soak(
         shown="losses, on a CPU",
     ),
     device: str = ROWS_DEVICE,
-    seed: int = option(0, "Of everything that is drawn."),
+    seed: int = option(0, "The seed of everything that is drawn at random."),
     deadline: float = option(
         20.0, "Seconds that a rank waits for another before that is a finding.", min=1.0
     ),
@@ -146,10 +146,10 @@ class _Display:
         news = self._latest is None or len(report.findings) > len(self._latest.findings)
         self._latest = report
         if news and report.findings:
-            self._out.print(f"✗ {report.findings[-1]}", style="red", markup=False, soft_wrap=True)
+            say(f"✗ {report.findings[-1]}", style="red", on=self._out)
         if not self._out.is_terminal and report.seconds // 60 > self._minutes_shown:
             self._minutes_shown = int(report.seconds // 60)
-            self._out.print(_in_words(report), markup=False, soft_wrap=True)
+            say(_in_words(report), on=self._out)
 
     def describe(self) -> str:
         """The progress in one line."""
@@ -200,7 +200,6 @@ def _done(report: Report) -> str:
 
 
 def _show(report: Report) -> None:
-    out = console()
     if report.growth:
         figures = ("growth", "95% interval", "in the end")
         rows = [
@@ -215,10 +214,10 @@ def _show(report: Report) -> None:
         title = "What grows, in MB per 10 minutes, after the warm-up"
         show_table(("", *figures), rows, right=figures, title=title)
     for finding in report.findings[:_MOST_SHOWN]:
-        out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
+        say(f"✗ {finding}", style="red")
     if len(report.findings) > _MOST_SHOWN:
-        out.print(f"… and {len(report.findings) - _MOST_SHOWN} more", style="red")
-    out.print(
+        say(f"… and {len(report.findings) - _MOST_SHOWN} more", style="red")
+    say(
         f"{_done(report)}, in {report.seconds / 60:.1f} min",
         style="green" if report.passed else "red",
     )

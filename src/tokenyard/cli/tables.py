@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenyard.cli.output import console, has_a_width
+from tokenyard.cli.output import console, has_a_width, say
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -48,8 +48,8 @@ def print_table(table: Table, *, less_needed: Sequence[str] = ()) -> None:
     """Print a table, which is changed if it does not fit. `less_needed` are headings, in the order of removal."""
     out = console()
     for column in table.columns:
-        # A column that may be removed does not wrap: it is removed instead.
-        if column.no_wrap or column.header in less_needed:
+        # A figure stays beside its unit. A column that may be removed does not wrap: it is removed instead.
+        if column.no_wrap or column.justify == "right" or column.header in less_needed:
             column.no_wrap = False  # its heading may wrap, and would be cut otherwise
             column.min_width = _widths(out, column).cells
     if not has_a_width(out):
@@ -71,7 +71,7 @@ def print_table(table: Table, *, less_needed: Sequence[str] = ()) -> None:
     out.print(table)
     if left_out:
         said = f"Left out for lack of width: {', '.join(left_out)}. A wider terminal shows them."
-        out.print(said, style="dim", markup=False)
+        say(said, style="dim")
 
 
 def _widths(out: Console, column: Column) -> _Widths:

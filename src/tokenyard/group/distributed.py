@@ -35,7 +35,7 @@ from tokenyard.errors import GroupError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
 from tokenyard.group.devices import resolve_device
 from tokenyard.group.failure_detector import LOOK, FailureDetector, within
-from tokenyard.group.hosts import this_host
+from tokenyard.group.hosts import check_processes, this_host
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process, keep_in_children
 from tokenyard.group.readmission import (
@@ -82,6 +82,7 @@ class DistributedGroup(Group):
         name: str = "world",
         deadline: float = DEFAULT_DEADLINE,
     ) -> None:
+        check_processes()
         if not dist.is_initialized():
             raise GroupError(
                 "torch.distributed is not initialized",

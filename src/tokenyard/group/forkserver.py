@@ -14,6 +14,8 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from tokenyard.group.hosts import check_processes
+
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -28,8 +30,10 @@ _started_by: list[int] = []
 def start_forkserver(*more: str) -> ForkServerContext:
     """Start the forkserver, if it is not running, and return its context. Does not wait for it.
 
-    `more` are further modules for it to load; they are ignored if it is already running.
+    `more` are further modules for it to load; they are ignored if it is already running. Raises where ranks cannot be
+    processes.
     """
+    check_processes()
     if _started_by and _started_by != [os.getpid()]:
         _forget()
     _started_by[:] = [os.getpid()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 
 from tokenyard.errors import InputError, shown
@@ -26,6 +27,27 @@ def this_host() -> str:
         return f"{machine}/{os.stat('/proc/self/ns/pid').st_ino}{further}"
     except OSError:
         return os.uname().nodename + further
+
+
+def lacking_for_processes() -> str | None:
+    """None, or what this system lacks that ranks need if they are processes.
+
+    They share memory that has no name (`memfd_create`), and look in `/proc` for it and for who lives: that is Linux.
+    Ranks that are threads need neither.
+    """
+    lacking = [] if hasattr(os, "memfd_create") else ["os.memfd_create"]
+    lacking += [] if os.path.isdir("/proc/self/fd") else ["/proc"]
+    return " and ".join(lacking) or None
+
+
+def check_processes() -> None:
+    """Raise if ranks cannot be processes on this system."""
+    if lacking := lacking_for_processes():
+        raise InputError(
+            f"ranks as processes, on a system without {lacking} ({platform.system()})",
+            expected="Linux, or ranks that are threads: these run here, through every exchange that supports the CPU",
+            fix="launch(…, ranks='threads'); on the command line `--kind threads`, `--ranks threads` or `--threads`",
+        )
 
 
 def hosts_of_ranks(hosts: int | Sequence[int], world: int) -> list[int]:

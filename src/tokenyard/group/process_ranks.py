@@ -28,7 +28,7 @@ from tokenyard.group.base import Group
 from tokenyard.group.devices import let_ranks_share_a_gpu, prepare_process, why_none_may_start
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
 from tokenyard.group.forkserver import start_forkserver
-from tokenyard.group.hosts import HOST_VARIABLE
+from tokenyard.group.hosts import HOST_VARIABLE, check_processes
 from tokenyard.group.own_process import OwnProcess, end_forked_child
 from tokenyard.group.readmission import READMISSION, TCPStore, address_of, group_key_of
 from tokenyard.group.rejoining import rejoin
@@ -50,6 +50,7 @@ def launch_processes(
     replacements: int,
     host_of_rank: list[int],
 ) -> list[Result]:
+    check_processes()
     job = _job(fn, args)
     store = _meeting_store(deadline)
     processes = _Processes(devices, store, deadline, intra_op, job, host_of_rank)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tokenyard.group.hosts import lacking_for_processes
 from tokenyard.group.memory import too_much
 
 if TYPE_CHECKING:
@@ -77,7 +78,12 @@ _mapped: dict[int, int] = {}  # bytes of each mapping of this process, by its ad
 
 
 def mappable_memory(nbytes: int) -> Tensor:
-    """Zeroed bytes that other processes of this host can map, too: see `address_of`."""
+    """Zeroed bytes that other processes of this host can map, too: see `address_of`.
+
+    Where ranks cannot be processes, it is ordinary memory, which has no address.
+    """
+    if lacking_for_processes():
+        return torch.zeros(nbytes, dtype=torch.uint8)
     descriptor = _allocate(nbytes)
     try:
         mapped = _mapping(descriptor, nbytes, mmap.MAP_POPULATE)  # page faults now, not during a move

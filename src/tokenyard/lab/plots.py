@@ -43,7 +43,7 @@ def check_picture(path: Path | None) -> None:
 
 @contextmanager
 def _figure(path: Path, width: float, height: float, *below: str) -> Iterator[Any]:
-    """A figure to draw on, saved at the end with these lines below it."""
+    """A figure to draw on, saved at the end with these lines below it, which its file also holds as text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,9 +52,15 @@ def _figure(path: Path, width: float, height: float, *below: str) -> Iterator[An
     yield figure
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("\n".join(below), fontsize=8)
+    caption = "\n".join(below)
+    figure.supxlabel(caption, fontsize=8)
+    metadata = {
+        ".png": {"Description": caption},
+        ".svg": {"Description": caption, "Date": None},
+        ".pdf": {"Subject": caption},
+    }
     try:
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=150, metadata=metadata.get(path.suffix))
     except OSError as error:
         raise InputError(
             f"{path} cannot be written ({error.strerror or error})",

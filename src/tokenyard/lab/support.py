@@ -77,24 +77,33 @@ def _exchanges() -> SupportTable:
     exchanges = list(EXCHANGES.values())
     rows = []
     for format in (kind() for kind in FORMATS.values()):
-        ways = ({"wire": format}, {"combine_wire": format})  # out, and back
-        cells = [_for_dtypes(exchange, **way) for exchange in exchanges for way in ways]
+        cells = [
+            _both_ways(_for_dtypes(exchange, wire=format), _for_dtypes(exchange, combine_wire=format))
+            for exchange in exchanges
+        ]
         rows.append((f"`{format}`", str(format.bytes_per_row(_HIDDEN_SIZE)), *cells))
     logits, choices = (
         [_mark(exchange.supports(_exchange_spec(torch.bfloat16, **{field: True}))) for exchange in exchanges]
         for field in ("carries_logits", "sums_choices")
     )
-    rows.append(("router logits", NO, *(cell for mark in logits for cell in (mark, NO))))
-    rows.append(("results of single choices", NO, *(cell for mark in choices for cell in (NO, mark))))
-    headings = (f"`{exchange.name}` {way}" for exchange in exchanges for way in ("out", "back"))
+    rows.append(("router logits", NO, *(_both_ways(mark, NO) for mark in logits)))
+    rows.append(("results of single choices", NO, *(_both_ways(NO, mark) for mark in choices)))
     return SupportTable(
         title="Exchanges and formats",
-        note=f"Which rows travel in which format, to the experts (out) and home (back), and the bytes of a row of "
-        f"{_HIDDEN_SIZE}. “{dtype_name(torch.float32)} only”: for layers whose rows are of that dtype. Router logits "
-        'travel for experts that route by themselves, results of single choices (on CPUs) with `sum="choices"`.',
-        columns=("format", "bytes", *headings),
+        note=f"Which rows travel in which format, and the bytes of a row of {_HIDDEN_SIZE}. {YES}: to the experts "
+        f"(out) and home (back). “{dtype_name(torch.float32)} only”: for layers whose rows are of that dtype. "
+        "Router logits travel for experts that route by themselves, results of single choices (on CPUs) with "
+        '`sum="choices"`.',
+        columns=("format", "bytes", *(f"`{exchange.name}`" for exchange in exchanges)),
         rows=tuple(rows),
     )
+
+
+def _both_ways(out: str, back: str) -> str:
+    """A cell for the way to the experts, and the way home."""
+    if out == back:
+        return out
+    return {(YES, NO): "out", (NO, YES): "back"}.get((out, back), f"out: {out}; back: {back}")
 
 
 def _for_dtypes(exchange: type[Transport], **wires: Format) -> str:

@@ -201,6 +201,21 @@ def alternate(group: Group, candidates: dict[str, Candidate], rounds: int) -> di
 
 def layouts(ranks: int) -> dict[str, dict[str, Any]]:
     """The arguments of `DistributedConfig` for each layout."""
+    from transformers import Qwen3MoeConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if "ep_implementation" in DistributedConfig.__dataclass_fields__:  # from 5.23 on
+        # Ranks that share a batch need a rule for each module; this one leaves the module as it is in every rank.
+        kept = {
+            f"model.{name}": "replicated_with_grad_allreduce" for name in Qwen3MoeConfig.base_model_tp_plan
+        }
+        shared = {"tp_size": ranks, "ep_size": ranks}
+        return {
+            "dispatch, FSDP": {"fsdp_size": ranks, "ep_size": ranks, "ep_implementation": "all_to_all"},
+            "dispatch, replicated": {**shared, "tp_plan": kept, "ep_implementation": "all_to_all"},
+            "dispatch, split": {**shared, "tp_plan": "auto", "ep_implementation": "all_to_all"},
+            "all-reduce, replicated": {**shared, "tp_plan": kept, "ep_implementation": "all_reduce"},
+        }
     masked = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
     return {
         "dispatch, FSDP": {"fsdp_size": ranks, "ep_size": ranks},

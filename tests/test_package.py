@@ -1,0 +1,79 @@
+"""The package as it is built: version, author, Pythons, and a long description without dead links."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import tokenyard
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+_LINK = re.compile(r"\]\(([^)#]+)")
+
+
+def built(kind: str, source: Path, folder: Path) -> Path:
+    """A `wheel` or an `sdist` of the project in a folder."""
+    script = f"import sys; from hatchling.build import build_{kind} as build; print(build(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The unpacked source distribution."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(built("sdist", ROOT, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def metadata(source, tmp_path_factory) -> Message:
+    """The metadata of the wheel that is built from the source distribution."""
+    with zipfile.ZipFile(built("wheel", source, tmp_path_factory.mktemp("wheel"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(wheel.read(name))
+
+
+def test_the_version_is_the_first_one_of_the_changelog(metadata):
+    version, released = re.search(r"^## \[(.*?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M).groups()
+    assert metadata["Version"] == tokenyard.__version__
+    assert tokenyard.__version__ == (f"{version}.dev0" if "unreleased" in released else version)
+
+
+def test_somebody_is_named_as_the_author(metadata):
+    assert metadata["Author"] == "The tokenyard authors"
+
+
+def test_the_pythons_that_are_named_are_those_that_pip_admits(metadata):
+    named = re.findall(r"Programming Language :: Python :: 3\.(\d+)", str(metadata))
+    first, last = (int(minor) for minor in (named[0], named[-1]))
+    assert [int(minor) for minor in named] == list(range(first, last + 1))
+    assert set(metadata["Requires-Python"].split(",")) == {f">=3.{first}", f"<3.{last + 1}"}
+    told = f"3.{first} to 3.{last}"
+    assert f"Python {told}" in README
+    assert f"| Python | {told} |" in (ROOT / "docs" / "install.md").read_text()
+
+
+def test_the_long_description_is_the_readme_without_links_that_lead_nowhere(metadata, source):
+    description = metadata.get_payload(decode=True).decode()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert all(link.startswith("https://") for link in _LINK.findall(description))
+    files = {link for link in _LINK.findall(README) if not link.startswith("https://")}
+    assert len(files) > 10
+    for file in files:
+        assert f"`{file}" in description
+        assert (source / file).exists()
+    fences = re.compile(r"^```.*?^```$", re.M | re.S)
+    assert fences.findall(description) == fences.findall(README)
