@@ -32,6 +32,7 @@ from tokenyard.experts import Activation, ExpertWeights, activation
 from tokenyard.experts.spec import EXACT
 from tokenyard.experts.weights import expert_matrix
 from tokenyard.formats import FORMATS, Format, Fp8Block128, Nvfp4, QuantizedMatrix, get
+from tokenyard.formats.fp8_block import SMALLEST_AMAX
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
 
@@ -80,6 +81,9 @@ class Bound:
         if combine_wire.quantized:
             # Half a step of the smallest elements of a block, whose scale may be twice its largest element over `max`.
             tolerance_TH += wire.smallest_normal * wire.eps / wire.max * self.largest_T1
+            if isinstance(combine_wire, Fp8Block128):  # no scale is smaller than this one, rounded up
+                smallest = SMALLEST_AMAX / wire.max
+                tolerance_TH += self.most_rows * smallest * wire.smallest_normal * wire.eps
             if isinstance(combine_wire, Nvfp4) and combine_wire.global_scale is not None:
                 tolerance_TH += self._beyond_static_scale(combine_wire.global_scale)
         else:
