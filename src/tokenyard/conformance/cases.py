@@ -33,6 +33,7 @@ from tokenyard.experts import Experts, ExpertWeights, activation
 from tokenyard.experts.spec import EXACT, WeightOn
 from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import Format, Payload, QuantizedMatrix, for_dtype
+from tokenyard.formats.base import ROW_DTYPES
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import plan
@@ -313,7 +314,7 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
     >>> same_numbers(torch.tensor([0.0]), torch.tensor([-0.0]))
     False
     """
-    if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
+    if a.dtype != b.dtype or a.shape != b.shape or a.dtype not in ROW_DTYPES:
         return same_bits(a, b)
     nan = a.isnan()
     return torch.equal(nan, b.isnan()) and same_bits(a.masked_fill(nan, 0.0), b.masked_fill(nan, 0.0))
