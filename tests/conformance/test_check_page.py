@@ -1,11 +1,13 @@
 """The worked example of docs/guide/check.md: its commands are run, and what they find is what the page says."""
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.cli.runner import call_json
 from tests.test_docs import ROOT, blocks
 
 PAGE = blocks(ROOT / "docs" / "guide" / "check.md")
@@ -39,6 +41,22 @@ def _plain(text):
     return re.sub(r"✗ +\d+/24", "✗ some/24", text)
 
 
+def test_the_transport_of_the_other_page_passes_random_cases(tmp_path, monkeypatch):
+    """As the page recommends. Threads run its named checks in tests/test_docs.py; here processes run cases, too."""
+    (file,) = [
+        block for block in blocks(ROOT / "docs" / "guide" / "exchange-of-your-own.md") if block.is_file
+    ]
+    (tmp_path / str(file.title)).write_text(file.body)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plain = ("--exchange", "plain_transport:PlainTransport", "--ranks", "processes", "--rounds", 10)
+    document = call_json("check", *plain, "--cases", 48)
+    assert document["passed"]
+    drawn = document["histogram"]
+    assert drawn["data"].keys() == {"normal", "zeros", "tiny", "special", "equal"}
+    assert drawn["sum"]["choices"] >= 5  # whose results are counted otherwise
+
+
 def change(folder, old, new):
     assert old in FILE.body
     (folder / "my_parts.py").write_text(FILE.body.replace(old, new))
@@ -51,7 +69,7 @@ def test_the_example_passes(tmp_path):
     assert code == 0
     for line in told("--cases 48"):
         assert line in out
-    assert "48 of 48 cases and 116 of 116 checks passed" in out
+    assert "48 of 48 cases and 172 of 172 checks passed" in out
 
 
 def test_a_broken_exchange_is_reported_as_the_page_says(tmp_path):
@@ -86,8 +104,6 @@ def test_a_broken_format_is_reported_as_the_page_says(tmp_path):
     ],
 )
 def test_what_cannot_be_loaded_is_exit_code_two(tmp_path, options, message):
-    import json
-
     (tmp_path / "my_parts.py").write_text(FILE.body)
     out, code = check(tmp_path, *options, "--json")
     assert code == 2

@@ -4,6 +4,7 @@ import pytest
 
 import tokenyard as ty
 from tests.conformance import mutants
+from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, histogram, is_large
 from tokenyard.conformance.suites import check_cases
 from tokenyard.errors import InputError, Reason
@@ -34,6 +35,7 @@ def test_every_choice_is_reached():
     assert reached("activation") == set(ACTIVATIONS)
     assert reached("placement") == {"contiguous", "round_robin", "replicas", "shuffled"}
     assert reached("routes") == {"uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"}
+    assert reached("data") == {"normal", "zeros", "tiny", "special", "equal"}
     for name, values in {
         "weights": set(WEIGHT_FORMATS),
         "weight_on": {"output", "input"},
@@ -123,3 +125,27 @@ def test_a_wrong_exchange_fails_its_cases_and_they_name_themselves():
     assert all("other bits than the twin" in str(verdict.finding) for verdict in verdicts)
     assert str(some[0]).startswith("Case(tokens=(")
     assert "exchange=ReducesTwice" in str(some[0])
+
+
+# Results of these layers are smaller than the smallest float16, and a rank alone has them: they round to -0 and +0.
+TINY = [
+    {"tokens": (6, 0, 0, 0, 24), "hidden_size": 500, "intermediate_size": 1, "num_experts": 8, "top_k": 1,
+     "exchange": "one_sided", "wire": "mxfp8", "combine_wire": "bf16", "expert_rows": "mxfp8", "activation": "relu2",
+     "weights": "fp16", "placement": "shuffled", "dtype": "float16", "sum": "choices", "seed": 286},
+    {"tokens": (3877,), "hidden_size": 16, "intermediate_size": 1, "num_experts": 7, "top_k": 1, "wire": "nvfp4",
+     "combine_wire": "fp8_block128", "expert_rows": "nvfp4", "weight_on": "input", "dtype": "float16",
+     "id_dtype": "int32", "weight_dtype": "bfloat16", "sum": "choices", "seed": 689},
+    {"tokens": (3125,), "hidden_size": 16, "intermediate_size": 1, "num_experts": 64, "top_k": 1,
+     "exchange": "allgather", "wire": "mxfp8(alignment=256)", "combine_wire": "mxfp8", "weights": "mxint4",
+     "placement": "replicas", "dtype": "float16", "id_dtype": "int32", "seed": 1252},
+    {"tokens": (3474,), "hidden_size": 2, "intermediate_size": 2, "num_experts": 2, "top_k": 1,
+     "exchange": "allgather", "combine_wire": "fp8_block128", "expert_rows": "fp32", "activation": "relu2",
+     "weights": "mxfp8", "weight_on": "input", "routes": "one_expert", "dtype": "float16", "id_dtype": "int32",
+     "payloads": True, "seed": 1687},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", TINY, ids=lambda fields: str(fields["seed"]))
+def test_results_that_round_to_zeros_have_the_signs_of_the_twin(fields):
+    (verdict,) = check_cases([Case(**fields)])
+    assert verdict.finding is None

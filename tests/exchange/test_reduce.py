@@ -125,6 +125,24 @@ def test_rows_of_another_dtype_than_the_sum(dtype, share):
     check_sum(rows, tokens, 20, "fp32", dtype=dtype, in_place=dtype == torch.float32 and share > 0)
 
 
+# With one rank there is nothing to add, but the sum begins at +0 and is rounded afterwards all the same.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("wire", [*DTYPES, "mxfp8", "fp8_block128", "nvfp4"])
+def test_a_sum_of_zeros_is_plus_zero_and_a_tiny_negative_one_rounds_to_minus_zero(wire, world, dtype):
+    numbers = torch.tensor([-0.0, 0.0, -1e-9, 1e-9, -1e-42, -(2.0**-25), -(2.0**-134), 1.0]).repeat(64)
+    # Blocks of equal numbers: a quantized wire then keeps them.
+    rows_NH = numbers.view(64, 8).t().reshape(1, -1).contiguous().to(DTYPES.get(wire, torch.float32))
+    home, tokens = [get(wire).encode(rows_NH)] * world, [torch.tensor([0])] * world
+    decoded = home[0].decode(torch.float32)
+    due_TH = (torch.zeros_like(decoded) + decoded * world).to(dtype)
+    out_TH = torch.full(due_TH.shape, 7.0, dtype=dtype)
+    reduce.sum_over_ranks(home, tokens, out_TH, ())
+    as_bits = BITS[dtype.itemsize]
+    assert torch.equal(out_TH.view(as_bits), due_TH.view(as_bits))
+    assert not out_TH[0, :128].signbit().any()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_rows_whose_columns_lie_one_behind_the_other(world):
     draw = torch.Generator().manual_seed(0)

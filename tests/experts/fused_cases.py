@@ -61,6 +61,7 @@ class FusedCase:
     inner: str | None = None  # between the products; None: exact
     routing: str = "any"
     in_workspace: bool = False  # rows stand in some slots of a larger buffer, whose other bytes are garbage
+    signed: bool = False  # half of the routing weights are negative, and every second row is zero
     device: str = "cpu"
     seed: int = 0
 
@@ -98,6 +99,8 @@ class FusedCase:
     def x(self) -> EncodedRows:
         """The rows, one after the other."""
         x_RH = torch.randn(self.R, self.H, generator=self._draw(2), device=self.device)
+        if self.signed:
+            x_RH[::2] = 0.0
         return formats.get(self.rows).encode(x_RH.to(self.spec.dtype))
 
     @cached_property
@@ -117,6 +120,8 @@ class FusedCase:
         }[self.routing]
         ids_RK = drawn.int().contiguous().clamp(max=self.L - 1)
         weights_RK = torch.rand(self.R, self.K, generator=draw, device=self.device) + 0.1
+        if self.signed:
+            weights_RK -= 0.6
         # Whatever stands beside an id of -1 means nothing.
         return LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK.masked_fill(ids_RK < 0, torch.nan))
 
@@ -180,7 +185,7 @@ def exact(
         last = torch.ones_like(weight) if on_input else weight
         # A row may name an expert twice: both count.
         y_RH.index_add_(0, row_N, y * last)
-        bound_RH.index_add_(0, row_N, (y_error + (spec.top_k + 1) * FLOAT32 * y.abs()) * last)
+        bound_RH.index_add_(0, row_N, (y_error + (spec.top_k + 1) * FLOAT32 * y.abs()) * last.abs())
     return y_RH, bound_RH * 1.01  # the second order
 
 

@@ -39,6 +39,11 @@ CORNERS = {
     "eight choices, all the same": FusedCase(weights="mxfp4", R=6, K=8, routing="duplicates"),
     "nobody": FusedCase(routing="nobody"),
     "an odd intermediate size": FusedCase(weights="nvfp4", H=24, I=7, R=4),
+    "zeros times negative weights": FusedCase(R=12, K=3, L=4, routing="sparse", signed=True),
+    "zeros times negative weights, bias": FusedCase(R=12, K=3, L=4, bias=True, signed=True),
+    "zeros times negative weights, in blocks of eight": FusedCase(
+        weights="fp8_block128", rows="fp8_block128", H=136, I=136, R=12, K=2, routing="sparse", signed=True
+    ),
     "more than a block of scales": FusedCase(weights="fp8_block128", rows="fp8_block128", H=136, I=136, R=3),
     "gpt-oss": FusedCase(
         weights="mxfp4", rows="mxfp8(alignment=256)", activation="swiglu_clamped", bias=True

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from tokenyard.conformance.cases import Case
+from tokenyard.conformance.cases import Case, DataKind
 from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
@@ -32,6 +32,8 @@ from tokenyard.planning.wiring import Wiring, wire_layer
 from tokenyard.routing import PLACEMENTS
 
 RankKind = Literal["threads", "processes"]
+
+DATA: tuple[DataKind, ...] = ("normal", "normal", "normal", "normal", "zeros", "tiny", "special", "equal")
 
 # Multiply-adds of the experts on all ranks together, weights that all ranks draw, experts that are visited (each
 # costs some 30 small operations, on its rank and in the twin), and elements of the routes' draw.
@@ -84,14 +86,23 @@ def draw_case(
     True
     """
     chance = random.Random(f"{seed} {large}")
+    of_data = random.Random(f"data {seed}")
+    data = of_data.choice(DATA)
+    # Tiny numbers test how a sum of one result rounds: mostly of one rank, or of one choice, in the narrowest dtype.
+    alone = data == "tiny" and of_data.random() < 0.7
     names = [*FORMATS, *formats]
 
     def draw() -> Case:
         """A random case, which its exchange, formats or experts may not support."""
         heavy = _HEAVY if chance.random() < 0.02 else 1
         ranks_here = world or _draw_world(chance, large, crowded and ranks == "threads")
+        if alone and not (world or large):
+            ranks_here = of_data.choice((1, ranks_here))
         sizes = _sizes(chance, large, ranks_here, heavy)
         dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
+        if alone:
+            dtype = of_data.choice(("float16", "float16", dtype))  # some wires take no float16
+            sizes["top_k"] = of_data.choice((1, sizes["top_k"]))
         spelled = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
         plain = spelled is None or not get(spelled).quantized
         weights = chance.choice(WEIGHTS)
@@ -116,6 +127,7 @@ def draw_case(
             id_dtype=chance.choice(("int32", "int64")),
             weight_dtype=chance.choice(("float32", "bfloat16")),
             payloads=chance.random() < 0.5,
+            data=data,
             sum="choices" if chance.random() < 0.25 and rows_back <= MOST_ROWS_BACK else "ranks",
             seed=seed,
         )
@@ -236,8 +248,10 @@ def draw_cases(
 
 
 def histogram(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
-    """How many cases have which number of ranks, width, tokens, top-k, experts and kind of routes."""
-    counts: dict[str, Counter[str]] = {name: Counter() for name in ("W", "H", "T", "K", "E", "routes")}
+    """How many cases have which number of ranks, width, tokens, top-k, experts, routes, data and sum."""
+    counts: dict[str, Counter[str]] = {
+        name: Counter() for name in ("W", "H", "T", "K", "E", "routes", "data", "sum")
+    }
     for case in cases:
         counts["W"][_bucket(case.world, (1, 2, 3, 4, 5, 6, 7, 8), 64)] += 1
         counts["H"][_bucket(case.hidden_size, (1, 99, 499, 2047, 4095), 7168)] += 1
@@ -246,6 +260,8 @@ def histogram(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
         enough = "E ≥ W, E % W ≠ 0" if case.num_experts % case.world else "E ≥ W, E % W = 0"
         counts["E"]["E < W" if case.num_experts < case.world else enough] += 1
         counts["routes"][case.routes] += 1
+        counts["data"][case.data] += 1
+        counts["sum"][case.sum] += 1
     return {
         name: dict(sorted(found.items(), key=lambda item: _first_number(item[0])))
         for name, found in counts.items()

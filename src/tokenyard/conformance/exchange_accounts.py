@@ -102,6 +102,22 @@ def lost_experts_are_counted(trial: Trial) -> None:
     expect(found == meant, f"`dropped` is {found}", f"{meant} choices of the expert that was lost")
 
 
+def load_is_counted(trial: Trial) -> None:
+    """`plan.load()` has the choices of all ranks that fell on each expert, small batches and large ones."""
+    spec, group = layer(payloads=(), max_tokens=40), trial.group
+    made, due = trial.plan(spec), [0] * spec.num_experts
+    for tokens in (TOKENS, (40,), (1,)):
+        sent = trial.batches(spec, tokens)
+        for one in sent:
+            one.routes.topk_ids_TK[:1, :1] = -1
+            for expert in one.routes.topk_ids_TK.flatten().tolist():
+                due[expert] += expert >= 0
+        flight = send(made, spec, sent[group.rank].to(group.device))
+        made.exchange.combine(flight, zeros(flight.received))
+    found = made.load()["moe"]
+    expect(found == due, f"`plan.load()` is {found}", f"{due}, the choices of all ranks")
+
+
 # -- Bytes and memory ----------------------------------------------------------------------------------------
 
 
@@ -204,6 +220,21 @@ def _expect_near(did: str, found: int, what: str, planned: int, slack: int) -> N
         f"the plan says {what} of {planned} bytes, and a rank {did} {found}",
         f"as many, and at most {slack} more for announcements and flags",
     )
+
+
+def terms_as_declared(trial: Trial) -> None:
+    """A combine adds as many tensors as `most_terms` allows, each once, in their order, before the rounding."""
+    spec, group = layer(dtype=torch.float32, payloads=()), trial.group
+    made, mine = trial.plan(spec), trial.batch(layer(dtype=torch.float32, payloads=()), 4)
+    declared = trial.exchange.on(group.device).most_terms
+    for count in range(1, (4 if declared is None else declared) + 1):
+        terms = [torch.full_like(mine.x_TH, 10.0**-power) for power in range(count)]
+        flight = send(made, spec, mine)
+        y_TH = made.exchange.combine(flight, echo(flight.received), add=terms).y_TH
+        due_TH = echo_due(made, spec, mine)
+        for term_TH in terms:
+            due_TH += term_TH.cpu()
+        check_same(y_TH, due_TH, f"a combine that adds {count} tensors")
 
 
 # -- Capabilities --------------------------------------------------------------------------------------------

@@ -155,6 +155,18 @@ def plans_in_turns(trial: Trial) -> None:
     stacks[1].check("moe", "after the other plan was closed")
 
 
+def plans_under_way(trial: Trial) -> None:
+    """Rows that have arrived in one plan stay as they are while another plan moves rows of the same shapes."""
+    spec = layer(payloads=())
+    one, other = trial.plan(spec), trial.plan(spec)
+    for first, second in ((one, other), (other, one)):
+        batches = [trial.batch(spec, 4) for _ in range(2)]
+        flights = [send(made, spec, mine) for made, mine in zip((first, second), batches, strict=True)]
+        for made, mine, flight in zip((first, second), batches, flights, strict=True):
+            y_TH = made.exchange.combine(flight, echo(flight.received)).y_TH
+            check_same(y_TH, echo_due(made, spec, mine), "a batch beside one of another plan")
+
+
 def groups_side_by_side(trial: Trial) -> None:
     """Two groups side by side, such as pipeline stages, plan, extend and run without waiting for each other.
 
@@ -383,15 +395,15 @@ def unreduced_rows(trial: Trial) -> None:
 
 
 def several_in_flight(trial: Trial) -> None:
-    """A plan made for three dispatches in flight carries three, two of them of one layer, combined in their order."""
+    """A plan made for two or three dispatches in flight carries them, also of one layer, combined in their order."""
     first, second = layer("first"), layer("second", hidden_size=90, wire="mxfp8")
-    made = trial.plan(first, second, in_flight=3)
-    for _ in range(2):
-        sent = [(spec, trial.batch(spec, 4)) for spec in (first, second, first)]
+    for specs in ((first, first), (first, second), (first, second, first), (second, first, first)):
+        made = trial.plan(first, second, in_flight=len(specs))
+        sent = [(spec, trial.batch(spec, 4)) for spec in specs]
         flights = [send(made, spec, mine) for spec, mine in sent]
         for number, (flight, (spec, mine)) in enumerate(zip(flights, sent, strict=True)):
             y_TH = made.exchange.combine(flight, echo(flight.received)).y_TH
-            what = f"dispatch {number + 1} of three in flight, of layer {spec.name!r},"
+            what = f"dispatch {number + 1} of {len(specs)} in flight, of layer {spec.name!r},"
             check_same(y_TH, echo_due(made, spec, mine), what)
 
 

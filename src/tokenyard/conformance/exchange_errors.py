@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
@@ -47,6 +49,34 @@ def _check_peer_named(error: Exception, failing_rank: int) -> None:
             f"PeerFailed names rank {error.peer}",
             f"rank {failing_rank}, which failed",
         )
+
+
+def errors_come_in_their_phase(trial: Trial) -> None:
+    """An error in a batch is raised in its dispatch, before any rank computes; one of experts, in the combine."""
+    stack = CheckedLayers(trial, (layer(payloads=()),))
+    last = trial.group.size - 1
+    fails_here, experts, computed = trial.group.rank == last, stack.layers["moe"].experts, []
+    compute, mine = experts.compute, stack.batch("moe")
+
+    def count(received: ReceivedRows, *, finalize: bool) -> Any:
+        computed.append(received.num_rows)
+        if phase == "combine" and fails_here:
+            raise ZeroDivisionError("these experts fail")
+        return compute(received, finalize=finalize)
+
+    object.__setattr__(experts, "compute", count)
+    for phase, kind in (("dispatch", InputError), ("combine", ZeroDivisionError)):
+        bad = fails_here and phase == "dispatch"
+        given = mine.with_ids(mine.routes.topk_ids_TK + 6) if bad else mine
+        error = must_raise(
+            kind if fails_here else PeerFailed, stack.run, "moe", given, when=f"an error in {phase}"
+        )
+        if isinstance(error, PeerFailed):
+            expect(error.phase == phase, f"PeerFailed was raised in {error.phase!r}", repr(phase))
+        early = phase == "dispatch" and bool(computed)
+        expect(not early, f"experts computed {computed} rows of a batch that failed", "an error before them")
+    object.__setattr__(experts, "compute", compute)
+    stack.check("moe", "after two errors")
 
 
 def failing_experts_reach_all(trial: Trial) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.cases import random_weights, same_bits
-from tokenyard.conformance.exchange_suite import Batch, Trial, expect_on
+from tokenyard.conformance.cases import random_weights, same_numbers
+from tokenyard.conformance.exchange_suite import Batch, Trial, expect_on, of_kind
 from tokenyard.conformance.runner import Finding
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertWeights
@@ -45,6 +45,11 @@ class CheckedLayers:
         some = self.trial.group.rank % 4 + 1 if tokens is None else tokens
         return self.trial.batch(self.plan.wiring(name).spec, some)
 
+    def batch_of(self, name: str, kind: str) -> Batch:
+        """A new batch for a layer, with a kind of data (`batch_data.DATA`)."""
+        spec, group = self.plan.wiring(name).spec, self.plan.group
+        return of_kind(kind, spec, group.rank, next(self.trial.seeds)).to(group.device)
+
     def run(self, name: str, mine: Batch) -> Tensor:
         """One round trip of a layer."""
         y_TH: Tensor = self.layers[name](mine.x_TH, mine.routes, payloads=mine.extra)
@@ -63,16 +68,16 @@ class CheckedLayers:
 
 
 def check_same(y_TH: Tensor, due_TH: Tensor, what: str) -> None:
-    """Raise a finding unless a result has the expected bits."""
+    """Raise a finding unless a result has the expected bits; any NaN equals any other."""
     y_TH = y_TH.cpu()  # where the expected bits were computed
-    if same_bits(y_TH, due_TH):
+    if same_numbers(y_TH, due_TH):
         return
     if y_TH.dtype != due_TH.dtype or y_TH.shape != due_TH.shape:
         raise Finding(
             f"{what} gave {dtype_name(y_TH.dtype)}{list(y_TH.shape)}",
             f"{dtype_name(due_TH.dtype)}{list(due_TH.shape)}",
         )
-    off_T = (y_TH != due_TH).any(dim=1).nonzero().flatten().tolist()
+    off_T = [t for t, pair in enumerate(zip(y_TH, due_TH, strict=True)) if not same_numbers(*pair)]
     raise Finding(f"{what} gave other bits than the twin for tokens {off_T[:8]}", "the same bits")
 
 

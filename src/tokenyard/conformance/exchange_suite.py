@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.exchange import Arrival, Transport
@@ -65,6 +66,11 @@ class Trial:
     def batch(self, spec: LayerSpec, tokens: int) -> Batch:
         """A new batch of this rank, on the group's device."""
         return batch(spec, self.group.rank, tokens, next(self.seeds)).to(self.group.device)
+
+    def batches_of(self, spec: LayerSpec, kind: str) -> list[Batch]:
+        """A new batch of every rank with a kind of data (`batch_data.DATA`), on the CPU."""
+        seed = next(self.seeds)
+        return [of_kind(kind, spec, rank, seed) for rank in range(self.group.size)]
 
     def batches(self, spec: LayerSpec, tokens: Sequence[int]) -> list[Batch]:
         """A new batch of every rank, on the CPU. Rank r has `tokens[r % len(tokens)]` tokens."""
@@ -130,6 +136,15 @@ def batch(spec: LayerSpec, rank: int, tokens: int, seed: int) -> Batch:
     )
 
 
+def of_kind(kind: str, spec: LayerSpec, rank: int, seed: int) -> Batch:
+    """The batch of a rank with a kind of data (`batch_data.DATA`), the same wherever it is drawn."""
+    assert spec.max_tokens is not None
+    one = batch(spec, rank, DATA[kind].tokens(rank, spec.max_tokens), seed)
+    routes = one.routes
+    x_TH, ids_TK, weights_TK = DATA[kind].change(one.x_TH, routes.topk_ids_TK, routes.topk_weights_TK, seed)
+    return Batch(x_TH=x_TH, routes=Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK), extra=one.extra)
+
+
 def send(made: Plan, spec: LayerSpec, mine: Batch) -> Arrival:
     """Encode and dispatch."""
     wiring = made.wiring(spec.name)
@@ -146,10 +161,10 @@ class _Movement:
     """One round trip seen from this rank: what all ranks sent, what arrived, what came home."""
 
     def __init__(
-        self, trial: Trial, made: Plan, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None
+        self, trial: Trial, made: Plan, spec: LayerSpec, sent: Sequence[Batch], reroute: Reroute | None
     ) -> None:
         group = trial.group
-        self.rank, self.sent = group.rank, trial.batches(spec, tokens)
+        self.rank, self.sent = group.rank, sent
         self.mark = float(next(trial.seeds) % 16)  # what results of this round have in their third column
         if reroute is not None:
             self.sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone())) for one in self.sent]
@@ -233,14 +248,16 @@ def check_movement(
     spec: LayerSpec,
     *,
     tokens: Sequence[int] = TOKENS,
+    kind: str | None = None,
     reroute: Reroute | None = None,
     made: Plan | None = None,
 ) -> None:
     """Send a batch from every rank and results back, and compare all that arrived with all that was sent.
 
-    The rows go through the plan `made`, or through a new one.
+    Rows have ordinary numbers, or a `kind` of data. They go through the plan `made`, or through a new one.
     """
-    moved = _Movement(trial, made or trial.plan(spec), spec, tokens, reroute)
+    sent = trial.batches(spec, tokens) if kind is None else trial.batches_of(spec, kind)
+    moved = _Movement(trial, made or trial.plan(spec), spec, sent, reroute)
     moved.check_order()
     for row in range(len(moved.due)):
         moved.check_row(row)

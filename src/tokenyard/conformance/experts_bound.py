@@ -205,7 +205,7 @@ def exact(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
             y_error = y_error + u * (product.abs() + y.abs()) + _TINY
             last = torch.ones_like(weight) if on_input else weight
             y_RH[taken] += y * last
-            bound_RH[taken] += (y_error + (spec.top_k + 1) * _FLOAT32 * y.abs()) * last
+            bound_RH[taken] += (y_error + (spec.top_k + 1) * _FLOAT32 * y.abs()) * last.abs()
     return y_RH, bound_RH * 1.01  # for errors of second order
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.cases import same_bits, same_numbers
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import ContractError, UnknownName
 from tokenyard.formats import FORMATS, EncodedRows, Format, Payload, get
@@ -42,25 +42,26 @@ def relative_error_of(format: Format) -> float | None:
     return None if declared is None else float(declared)
 
 
-def _rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def gaussian_rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Gaussian rows of different sizes."""
     draw = torch.Generator().manual_seed(seed)
     sizes_T1 = torch.exp2(torch.randint(-4, 5, (count, 1), generator=draw).float())
     return (torch.randn(count, width, generator=draw) * sizes_T1).to(dtype)
 
 
-def _dtypes(format: Format) -> list[torch.dtype]:
+def dtypes_of(format: Format) -> list[torch.dtype]:
     """The dtypes of rows that the format takes."""
     taken = [d for d in ROW_DTYPES if format.carries(d) is None or format.returns(d) is None]
     expect(bool(taken), "the format takes rows of no dtype", "wire_dtypes or combine_dtypes to name some")
     return taken
 
 
-def _expect_same_code(
+def expect_same_code(
     declared: Sequence[Payload], left: EncodedRows, right: EncodedRows, row: int, other: int, found: str
 ) -> None:
     """Raise a finding unless two rows have the same code; `found` has a place for the payload that differs."""
     for payload in declared:
-        same = same_bits(left.payloads[payload.name][row], right.payloads[payload.name][other])
+        same = same_numbers(left.payloads[payload.name][row], right.payloads[payload.name][other])
         expect(same, found.format(repr(payload.name)), "the same bits")
 
 
@@ -78,7 +79,7 @@ def payloads_as_declared(format: Format) -> None:
             f"{nbytes}, the sum over its payloads",
         )
         for count in (0, 1, _ROWS):
-            encoded = format.encode(_rows(count, width))
+            encoded = format.encode(gaussian_rows(count, width))
             names = [p.name for p in declared]
             expect(
                 list(encoded.payloads) == names, f"encode returns payloads {list(encoded.payloads)}", names
@@ -99,7 +100,7 @@ def true_width_comes_back(format: Format) -> None:
     for width in WIDTHS:
         for count in (0, _ROWS):
             for dtype in ROW_DTYPES:
-                decoded = format.encode(_rows(count, width)).decode(dtype)
+                decoded = format.encode(gaussian_rows(count, width)).decode(dtype)
                 expect(
                     tuple(decoded.shape) == (count, width) and decoded.dtype == dtype,
                     f"{count} rows of width {width} decode to {dtype_name(decoded.dtype)}{list(decoded.shape)}",
@@ -110,18 +111,18 @@ def true_width_comes_back(format: Format) -> None:
 def rows_are_independent(format: Format) -> None:
     """A row's code depends on that row alone: not on its neighbors, their size, or its place."""
     for width in WIDTHS:
-        x_TH = _rows(_ROWS, width)
+        x_TH = gaussian_rows(_ROWS, width)
         together = format.encode(x_TH)
         for row in range(_ROWS):
             alone = format.encode(x_TH[row : row + 1].clone())
             found = f"row {row} of width {width} has another {{}} in a batch than alone"
-            _expect_same_code(format.payloads(width), together, alone, row, 0, found)
+            expect_same_code(format.payloads(width), together, alone, row, 0, found)
 
 
 def input_untouched(format: Format) -> None:
     """`encode` does not change its rows, and `decode` does not change the code."""
-    for dtype in _dtypes(format):
-        x_TH = _rows(_ROWS, 100, dtype)
+    for dtype in dtypes_of(format):
+        x_TH = gaussian_rows(_ROWS, 100, dtype)
         before = x_TH.clone()
         encoded = format.encode(x_TH)
         expect(same_bits(x_TH, before), f"encode changed its {dtype_name(dtype)} rows", "rows untouched")
@@ -133,21 +134,21 @@ def input_untouched(format: Format) -> None:
 
 def strided_rows(format: Format) -> None:
     """Rows that are a slice of something wider have the code of their copy."""
-    wide = _rows(_ROWS, 201)
+    wide = gaussian_rows(_ROWS, 201)
     for x_TH in (wide[:, ::2], wide[:, 1:101], wide[::2]):
         strided, copied = format.encode(x_TH), format.encode(x_TH.contiguous())
         for row in range(x_TH.shape[0]):
             found = "a strided row has another {} than its copy"
-            _expect_same_code(format.payloads(x_TH.shape[1]), strided, copied, row, row, found)
+            expect_same_code(format.payloads(x_TH.shape[1]), strided, copied, row, row, found)
 
 
 def decoded_rows_are_near(format: Format) -> None:
     """`decode(encode(x))` is finite, zero for zeros, and within the relative error that the format declares."""
-    for dtype in _dtypes(format):
+    for dtype in dtypes_of(format):
         for width in WIDTHS:
             zeros = format.encode(torch.zeros(2, width, dtype=dtype)).decode(torch.float32)
             expect(not bool(zeros.any()), "rows of zeros decode to something else", "zeros")
-            x_TH = _rows(_ROWS, width, dtype)
+            x_TH = gaussian_rows(_ROWS, width, dtype)
             decoded = format.encode(x_TH).decode(torch.float32)
             expect(bool(torch.isfinite(decoded).all()), "finite rows decode to NaN or Inf", "finite rows")
     bound = relative_error_of(format)
@@ -164,19 +165,19 @@ def decoded_rows_are_near(format: Format) -> None:
 
 def codes_repeat(format: Format) -> None:
     """Encoding the same rows twice gives the same bits, whatever was encoded in between."""
-    x_TH = _rows(_ROWS, 100)
+    x_TH = gaussian_rows(_ROWS, 100)
     first = format.encode(x_TH)
     for size in (2.0**-9, 2.0**9):
         format.encode(x_TH * size)
     second = format.encode(x_TH)
     for row in range(_ROWS):
         found = "encoding twice gave two different {}"
-        _expect_same_code(format.payloads(100), first, second, row, row, found)
+        expect_same_code(format.payloads(100), first, second, row, row, found)
 
 
 def nan_stays_in_its_row(format: Format) -> None:
     """NaN or Inf in one row does not reach another row, and NaN is not decoded as a number."""
-    x_TH = _rows(_ROWS, 100)
+    x_TH = gaussian_rows(_ROWS, 100)
     clean = format.encode(x_TH).decode(torch.float32)
     for poison in (math.nan, math.inf):
         dirty_TH = x_TH.clone()
@@ -195,7 +196,7 @@ def nan_stays_in_its_row(format: Format) -> None:
 
 def rows_are_cut_and_joined(format: Format) -> None:
     """Payloads can be taken row by row, as an exchange does, and decode to the rows that were taken."""
-    x_TH = _rows(_ROWS, 100)
+    x_TH = gaussian_rows(_ROWS, 100)
     encoded = format.encode(x_TH)
     taken = torch.tensor([4, 0, 4])
     payloads = {name: tensor[taken] for name, tensor in encoded.payloads.items()}
@@ -208,7 +209,7 @@ def scale_layouts_as_declared(format: Format) -> None:
     """A format that declares swizzled scales can swizzle them once, without changing the rows, and turn them back."""
     if "swizzled" not in format.scale_layouts:
         return
-    encoded = format.encode(_rows(_ROWS, 100))
+    encoded = format.encode(gaussian_rows(_ROWS, 100))
     swizzled = encoded.swizzled()
     expect(
         swizzled.scale_layout == "swizzled",

@@ -45,6 +45,7 @@ class _Elements:
     max: float
 
 
+_SMALLEST_AMAX = 1e-10  # that a block of fp8_block128 has a scale for
 E2M1 = _Elements(eps=0.5, smallest_normal=1.0, max=6.0)
 
 
@@ -80,6 +81,9 @@ class Bound:
         if combine_wire.quantized:
             # Half a step of the smallest elements of a block, whose scale may be twice its largest element over `max`.
             tolerance_TH += wire.smallest_normal * wire.eps / wire.max * self.largest_T1
+            if isinstance(combine_wire, Fp8Block128):  # no scale is smaller than this one, rounded up
+                smallest = _SMALLEST_AMAX / wire.max
+                tolerance_TH += self.most_rows * smallest * wire.smallest_normal * wire.eps
             if isinstance(combine_wire, Nvfp4) and combine_wire.global_scale is not None:
                 tolerance_TH += self._beyond_static_scale(combine_wire.global_scale)
         else:
@@ -156,7 +160,7 @@ def quantizing_error(format: Format, numbers_ND: Tensor) -> Tensor:
     assert isinstance(format, Fp8Block128), format
     size = numbers_ND.shape[1]
     whole = functional.pad(numbers_ND.abs(), (0, -size % format.block)).unflatten(1, (-1, format.block))
-    grid = whole.amax(dim=2, keepdim=True).clamp(min=1e-10) / 224 * 2.0**-10
+    grid = whole.amax(dim=2, keepdim=True).clamp(min=_SMALLEST_AMAX) / 224 * 2.0**-10
     moved: Tensor = (2.0**-4 * whole + grid).flatten(1)[:, :size]
     return moved
 

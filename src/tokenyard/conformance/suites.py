@@ -19,9 +19,13 @@ from tokenyard.conformance import (
     exchange_accounts,
     exchange_duties,
     exchange_errors,
+    exchange_lasting,
     exchange_losses,
     exchange_suite,
+    exchange_uses,
     experts_suite,
+    experts_uses,
+    format_data,
     format_suite,
 )
 from tokenyard.conformance.cases import Case, run_case
@@ -37,10 +41,18 @@ from tokenyard.group import Group
 
 _Checks = dict[str, Callable[..., None]]
 # All checks by name: those that every exchange, every format and every experts class must pass.
-_EXCHANGE_MODULES = (exchange_suite, exchange_duties, exchange_accounts, exchange_errors, exchange_losses)
+_EXCHANGE_MODULES = (
+    exchange_suite,
+    exchange_uses,
+    exchange_duties,
+    exchange_accounts,
+    exchange_errors,
+    exchange_lasting,
+    exchange_losses,
+)
 EXCHANGE_CHECKS = checks_of(*_EXCHANGE_MODULES, parameters=["trial"])
-FORMAT_CHECKS = checks_of(format_suite, parameters=["format"])
-EXPERTS_CHECKS = checks_of(experts_suite, parameters=["cls", "device"])
+FORMAT_CHECKS = checks_of(format_suite, format_data, parameters=["format"])
+EXPERTS_CHECKS = checks_of(experts_suite, experts_uses, parameters=["cls", "device"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +82,7 @@ def check_exchange(
     """Run the exchange suite on `world` ranks, or the most it serves; rows live on `device`, the CPU if left out.
 
     `only` names some checks. `rounds` are those of the check `many_rounds`: 50 if left out, and 1000 where the exchange
-    shares memory between ranks. `deadline` is that of the group.
+    shares memory between ranks; and at most those of `thousands_of_rounds`. `deadline` is that of the group.
 
     >>> [result.passed for result in check_exchange("two_sided", only=["one_copy_per_rank"])]
     [True]

@@ -26,9 +26,10 @@ from tokenyard.duties import Duty, record
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.announcement import Announcements
 from tokenyard.exchange.batch_routes import BatchRoutes, rows_out
-from tokenyard.exchange.reduce import sum_over_ranks
+from tokenyard.exchange.reduce import sum_over_ranks, without_graph
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows, Format, check_rows
+from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
@@ -89,6 +90,21 @@ class Batch:
         """The payloads of the encoded rows and the caller's further ones, without routes: a row per token."""
         assert isinstance(self.rows, EncodedRows)
         return {**self.rows.payloads, **self.extra}
+
+    def copied(self) -> Batch:
+        """The same batch with tensors of its own."""
+        assert isinstance(self.rows, EncodedRows)
+        routes = self.routes.routes
+        if isinstance(routes, Routes):
+            weights_TK = without_graph(routes.topk_weights_TK).clone()
+            routes = replace(routes, topk_ids_TK=routes.topk_ids_TK.clone(), topk_weights_TK=weights_TK)
+        payloads = {name: payload.clone() for name, payload in self.rows.payloads.items()}
+        return replace(
+            self,
+            rows=replace(self.rows, payloads=payloads),
+            extra={name: tensor.clone() for name, tensor in self.extra.items()},
+            routes=replace(self.routes, routes=routes, choices=self.routes.resolved),
+        )
 
     @torch.no_grad()  # routing weights may require a gradient; packets never do
     def write(self, packets_by_rank: Sequence[Tensor]) -> None:

@@ -234,6 +234,10 @@ class HierarchicalTransport(Transport):
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         tokens_by_host = self._tokens_by_host(batch.routes)
+        if batch.ahead and self.group.device.type == "cpu":
+            batch = (
+                batch.copied()
+            )  # rows go on inside the host later, and the caller may change them meanwhile
         by_host = [tokens.numel() for tokens in tokens_by_host]
         stride = batch.spec.dispatch_layout.stride
         rows, bounded = self._rows_for_relays(by_host), batch.announcements.bound is not None

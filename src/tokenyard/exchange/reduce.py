@@ -1,4 +1,4 @@
-"""The sum over ranks: in float32, in rank order, rounded once, with each row read only once.
+"""The sum over ranks: in float32, in rank order, from +0, rounded once, with each row read only once.
 
 A token has at most one row from each rank, and rows stand in the order of tokens. There are two ways. Both add in the
 order of `RankRows.sum`, and give the same bits:
@@ -51,12 +51,16 @@ def sum_over_ranks(
 
 
 def _sum_of_one_rank(rows: EncodedRows, out_TH: Tensor) -> Tensor:
-    """Write the rows of one rank, which has all tokens, into `out_TH`. Adds 0, as a sum does: -0 becomes +0."""
+    """Write the rows of one rank, which has all tokens, into `out_TH`.
+
+    Adds +0, as a sum that begins there does: -0 becomes +0. It does so before the rounding, because a negative sum that
+    is smaller than the output's smallest number is no zero, and rounds to -0.
+    """
     record(Duty.REDUCE_RANKS, out_TH.shape[0])
-    y_TH = without_graph(rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype))
-    if y_TH.dtype == out_TH.dtype:
-        return torch.add(y_TH, 0.0, out=out_TH)
-    return out_TH.copy_(y_TH).add_(0.0)
+    (first, *_), dtype = rows.payloads.values(), out_TH.dtype
+    same = not rows.format.quantized and first.dtype == dtype
+    y_TH = without_graph(rows.decode(dtype if same else torch.float32))
+    return torch.add(y_TH, 0.0, out=out_TH)  # rounds the float32 sum
 
 
 def without_graph(tensor: Tensor) -> Tensor:

@@ -7,8 +7,21 @@ from tests.conformance.mutants import (
     experts,
     formats,
     losses,
+    numbers,
     remembering,
     rows,
+    uses,
 )
 
-__all__ = ["changing", "declarations", "exchanges", "experts", "formats", "losses", "remembering", "rows"]
+__all__ = [
+    "changing",
+    "declarations",
+    "exchanges",
+    "experts",
+    "formats",
+    "losses",
+    "numbers",
+    "remembering",
+    "rows",
+    "uses",
+]

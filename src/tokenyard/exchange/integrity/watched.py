@@ -195,7 +195,8 @@ class WatchedTransport(Transport):
             if self.guards is not None:
                 there = self._in_workspace(arrival)
                 if encoded is None:
-                    self.guards.add_checksums(there, self._checksums_back)
+                    by_experts = results.rows_RH is None
+                    self.guards.add_checksums(there, self._checksums_back, by_experts=by_experts)
                 self.guards.check_results(there)
 
         if encoded is not None:

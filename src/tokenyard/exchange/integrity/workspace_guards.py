@@ -143,15 +143,21 @@ class WorkspaceGuards:
                 place="combine",
             )
 
-    def add_checksums(self, arrival: Arrival, make: Callable[[Arrival, EncodedRows], Tensor]) -> None:
-        """Add checksums to the results that experts wrote into the combine region by themselves."""
+    def add_checksums(
+        self, arrival: Arrival, make: Callable[[Arrival, EncodedRows], Tensor], *, by_experts: bool
+    ) -> None:
+        """Add checksums to results that stand in the combine region.
+
+        If experts wrote them there by themselves, none may be missing. Results that the experts returned were all
+        written by the transport: there, a row of NaN may look like the poison, as torch casts it.
+        """
         spec, slots_R = arrival.spec, arrival.received.slots_R
         assert slots_R is not None
         slots = self._workspace.combine(self.group.rank, spec, arrival.region)
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
         rows_RH = slots[payload.name][slots_R]
         blank_R = (rows_RH.view(torch.uint8) == POISON).all(dim=1)
-        if bool(blank_R.any()):
+        if by_experts and bool(blank_R.any()):
             row = int(blank_R.nonzero()[0])
             assert arrival.checksums_RC is not None
             source, token = arrival.checksums_RC[row, :2].tolist()

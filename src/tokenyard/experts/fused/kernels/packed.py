@@ -153,6 +153,7 @@ def deliver(
     weighted = wide.to(gl.float32)
     if WEIGHTED:
         weighted = weighted * gl.load(weights_N + pair8, mask=there8, other=0.0).to(gl.float32)[None, :]
+    weighted = gl.where(weighted == 0.0, 0.0, weighted)  # -0 becomes +0, as in a sum that begins at +0
     home = out + line.to(gl.int64)[None, :] * out_stride + n8[:, None]
     is_alone = there8 & (place8 >= 0)
     gl.store(home, weighted.to(out.dtype.element_ty), mask=(n8 < H)[:, None] & is_alone[None, :])

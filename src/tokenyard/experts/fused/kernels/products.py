@@ -264,6 +264,7 @@ def deliver(value, place, is_row, n, is_output, routes, results, LAYER: tl.const
     weighted = value.to(tl.float32)
     if not LAYER.weight_on_input:
         weighted *= tl.load(routes.weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    weighted = tl.where(weighted == 0.0, 0.0, weighted)  # -0 becomes +0, as in a sum that begins at +0
     tl.store(home, weighted.to(out.dtype.element_ty), mask=is_output[:, None] & alone[None, :])
 
 

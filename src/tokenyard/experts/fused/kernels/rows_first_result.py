@@ -43,6 +43,7 @@ def deliver_rows(
         weighted = value.to(tl.float32)
         if not LAYER.weight_on_input:
             weighted *= tl.load(routes.weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        weighted = tl.where(weighted == 0.0, 0.0, weighted)  # -0 becomes +0, as in a sum that begins at +0
         home = out + line.to(tl.int64)[:, None] * results.out_stride + n[None, :]
         tl.store(home, weighted.to(out.dtype.element_ty), mask=is_output & (is_row & (place >= 0))[:, None])
     else:

@@ -180,6 +180,9 @@ def deliver(
             weighted = wide.to(gl.float32)
             if PRODUCT.weighted:
                 weighted *= weight.to(gl.float32)[:, None]
+            weighted = gl.where(
+                weighted == 0.0, 0.0, weighted
+            )  # -0 becomes +0, as in a sum that begins at +0
             there = alone[:, None]
             if OUTPUTS % 128 != 0:
                 there = there & (c < OUTPUTS)[None, :]

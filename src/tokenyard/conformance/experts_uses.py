@@ -1,0 +1,276 @@
+"""What experts can be given, times what data can be; and what they declare, held against what happens.
+
+The checks beside those of `experts_suite`, of the same form: each takes a class and a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.batch_data import DATA, DataKind, large
+from tokenyard.conformance.cases import excess, same_numbers
+from tokenyard.conformance.experts_bound import (
+    ExpertsBatch,
+    draw_batch,
+    draw_specs,
+    exact,
+    finished_rows,
+    in_words,
+    row_dtype,
+    supported_batch,
+)
+from tokenyard.conformance.runner import Finding, expect
+from tokenyard.duties import Duty, Ledger
+from tokenyard.errors import InputError
+from tokenyard.experts import Experts, ExpertsSpec
+from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, UnfinalizedRows
+
+NUMBERS = {**DATA, "large numbers": DataKind(rows=large)}
+_MOST_ROWS = 65  # one more than a tile has
+
+
+def _with(batch: ExpertsBatch, kind: DataKind, seed: int) -> ExpertsBatch:
+    """A batch with a kind of data."""
+    routes = batch.routes
+    x_RH, ids_RK, weights_RK = kind.change(batch.x_RH, routes.ids_RK, routes.weights_RK, seed)
+    return replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK))
+
+
+def _first(batch: ExpertsBatch, count: int) -> ExpertsBatch:
+    """The first rows of a batch."""
+    routes = LocalRoutes(ids_RK=batch.routes.ids_RK[:count], weights_RK=batch.routes.weights_RK[:count])
+    return replace(batch, x_RH=batch.x_RH[:count], routes=routes)
+
+
+def _invariant_specs(cls: type[Experts], device: torch.device) -> Iterator[ExpertsSpec]:
+    """Supported specs whose rows must have the same bits in every batch: of each format of weights."""
+    if device.type not in cls.batch_invariant:
+        return
+    for weights in cls.weight_formats:
+        for drawn in draw_specs(cls, seed=5, count=60):
+            spec = replace(drawn, batch_invariant=True)
+            if spec.weights == weights and spec.hidden_size > 8 and cls.supports(spec) is None:
+                yield spec
+                break
+
+
+# -- The checks ----------------------------------------------------------------------------------------------
+
+
+def all_data_within_the_bound(cls: type[Experts], device: torch.device) -> None:
+    """Rows, weights and routes of every kind of data give results within the bound; NaN gives NaN."""
+    specs = list(draw_specs(cls, seed=3, count=12))
+    for number, (name, kind) in enumerate(NUMBERS.items()):
+        spec = specs[number % len(specs)]
+        batch = _with(draw_batch(spec, seed=number, device=device), kind, number)
+        rows_RH, (exact_RH, bound_RH) = batch.result(cls), exact(batch)
+        where = f"for {in_words(spec)}, and rows with {name}"
+        lost = exact_RH.isnan() & ~rows_RH.isnan() & batch.x_RH.isnan().any(dim=1, keepdim=True)
+        expect(not bool(lost.any()), f"NaN became a number {where}", "NaN")
+        known = exact_RH.isfinite() & bound_RH.isfinite()
+        if not kind.is_bounded:  # products of huge numbers may be Inf in float32
+            known &= batch.x_RH.isfinite().all(dim=1, keepdim=True)
+            known &= (batch.x_RH.abs() < 2.0**40).all(dim=1, keepdim=True)
+        over = excess(rows_RH[known], exact_RH[known], bound_RH[known])
+        expect(over <= 0, f"{over:.3g} beyond the bound {where}", "every element within it")
+
+
+def every_number_of_rows(cls: type[Experts], device: torch.device) -> None:
+    """Batches of every number of rows, odd ones and those at the ends of tiles, are within the bound."""
+    for spec in draw_specs(cls, seed=6, count=2):
+        whole = draw_batch(spec, rows=_MOST_ROWS, seed=6, device=device)
+        experts = whole.build(cls) if not cls.routes_itself else None
+        exact_RH, bound_RH = exact(whole)
+        for rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 64, _MOST_ROWS):
+            batch = _first(whole, rows)
+            rows_RH = finished_rows(cls, experts or batch.build(cls), batch.received(cls))
+            over = excess(rows_RH, exact_RH[:rows], bound_RH[:rows])
+            found = f"{over:.3g} beyond the bound for {rows} rows, {in_words(spec)}"
+            expect(over <= 0, found, "every element within it")
+
+
+def many_rows_and_experts(cls: type[Experts], device: torch.device) -> None:
+    """A rank may have more experts than a byte can count, and an expert more rows."""
+    drawn = next(draw_specs(cls, seed=8))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 300, "top_k": 2}
+    spec = replace(drawn, **sizes)
+    if cls.supports(spec) is not None:
+        return
+    batch = draw_batch(spec, rows=600, seed=8, device=device)
+    batch.routes.ids_RK[:, 0] = 299  # all rows have it
+    over = excess(batch.result(cls), *exact(batch))
+    expect(over <= 0, f"{over:.3g} beyond the bound for 600 rows and 300 experts", "every element within it")
+
+
+def moved_weights_are_used(cls: type[Experts], device: torch.device) -> None:
+    """Weights that `movable()` gives may be written at any time, as a rebalance does: the next result is theirs."""
+    if cls.routes_itself:
+        return
+    for seed, spec in enumerate(draw_specs(cls, seed=9, count=4)):
+        batch, other = (draw_batch(spec, seed=seed + more, device=device) for more in (0, 100))
+        experts, received = batch.build(cls), batch.received(cls)
+        finished_rows(cls, experts, received)  # what is prepared once is prepared now
+        try:
+            tensors, new = experts.movable(), other.build(cls).movable()
+        except InputError:
+            return  # it says that its experts do not move
+        for name, tensor in tensors.items():
+            tensor.copy_(new[name])
+        moved = replace(batch, weights=other.weights)
+        over = excess(finished_rows(cls, experts, received), *exact(moved))
+        found = f"after experts have moved, {over:.3g} beyond the bound for {in_words(spec)}"
+        expect(over <= 0, found, "the result of the weights that came")
+
+
+def invariant_as_declared(cls: type[Experts], device: torch.device) -> None:
+    """With `batch_invariant` the bits of a row are the same alone, and at any place of any batch."""
+    for seed, spec in enumerate(_invariant_specs(cls, device)):
+        batch = draw_batch(spec, rows=_MOST_ROWS, seed=seed, device=device)
+        batch.routes.ids_RK[:, 0] = torch.arange(_MOST_ROWS) % spec.num_local_experts
+        experts = batch.build(cls)
+        whole = _choices(experts, cls, batch)
+        for chosen in ([3], [64], [3, 4], list(range(17)), list(reversed(range(64))), [3] * 9 + [5] * 40):
+            index_N = torch.tensor(chosen)
+            routes = LocalRoutes(
+                ids_RK=batch.routes.ids_RK[index_N], weights_RK=batch.routes.weights_RK[index_N]
+            )
+            some = replace(batch, x_RH=batch.x_RH[index_N], routes=routes)
+            fine = same_numbers(_choices(experts, cls, some), whole[index_N])
+            found = (
+                f"`batch_invariant`: rows have other bits in a batch of {len(chosen)} for {in_words(spec)}"
+            )
+            expect(fine, found, "the same bits in every batch, as declared")
+
+
+def _choices(experts: Experts, cls: type[Experts], batch: ExpertsBatch) -> Tensor:
+    """The weighted result of every choice, `[R, K, H]`; zeros where nobody is chosen."""
+    result = experts(batch.received(cls), finalize=False)
+    assert isinstance(result, UnfinalizedRows)
+    rows_NH = result.weighted().rows_NH.cpu()
+    there_RK = batch.routes.ids_RK >= 0
+    found_RKH = torch.zeros(*there_RK.shape, rows_NH.shape[1], dtype=rows_NH.dtype)
+    found_RKH[there_RK] = rows_NH
+    return found_RKH
+
+
+def strides_as_declared(cls: type[Experts], device: torch.device) -> None:
+    """Adopted weights of any strides give the result of their copies, which the experts may make."""
+    for seed, spec in enumerate(draw_specs(cls, seed=11, count=4)):
+        batch = draw_batch(spec, seed=seed, device=device)
+        given = batch.weights
+        matrices = {}
+        for name in ("w13", "w2"):
+            matrix = getattr(given, name)
+            if isinstance(matrix, QuantizedMatrix):
+                payloads = {key: _strided(payload) for key, payload in matrix.payloads.items()}
+                matrices[name] = replace(matrix, payloads=payloads)
+            else:
+                matrices[name] = _strided(matrix)
+        strided = replace(batch, weights=replace(given, **matrices))
+        over = excess(strided.result(cls, adopt=True), *exact(batch))
+        found = f"adopted weights with strides: {over:.3g} beyond the bound for {in_words(spec)}"
+        expect(over <= 0, found, "the result of their copies")
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The same numbers, with columns that do not lie beside each other."""
+    as_bytes = tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return torch.stack([as_bytes, as_bytes], dim=-1)[..., 0].view(tensor.dtype)
+
+
+def rows_in_slots(cls: type[Experts], device: torch.device) -> None:
+    """Rows may stand in any slots of a larger buffer; results go into the exchange's buffer where that is declared."""
+    for seed, spec in enumerate(draw_specs(cls, seed=12, count=4)):
+        batch = draw_batch(spec, seed=seed, device=device)
+        experts, received = batch.build(cls), batch.received(cls)
+        due_RH, count = finished_rows(cls, experts, received), received.num_rows
+        slots_R = (torch.arange(count) * 7 % (2 * count + 3)).to(device)
+        rows = received.rows
+        payloads = {}
+        for name, payload in rows.payloads.items():
+            buffer = torch.full((2 * count + 3, payload.shape[1]), 0, dtype=payload.dtype, device=device)
+            buffer.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+            buffer[slots_R] = payload
+            payloads[name] = buffer
+        in_slots = replace(received, rows=replace(rows, payloads=payloads), slots_R=slots_R)
+        found_RH = finished_rows(cls, experts, in_slots)
+        expect(same_numbers(found_RH, due_RH), "rows in slots gave other bits", "those of the rows alone")
+        if cls.places_results:
+            rows_SH = torch.full((2 * count + 3, spec.hidden_size), torch.nan, device=device)
+            place = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+            placed = experts(replace(in_slots, results=place, place=place), finalize=True)
+            expect(isinstance(placed, PlacedRows), f"it returned {type(placed).__name__}", "PlacedRows")
+            fine = same_numbers(rows_SH[slots_R].cpu(), due_RH.float())
+            expect(fine, "results that were placed have other bits", "those that are returned elsewhere")
+            others = torch.ones(len(rows_SH), dtype=torch.bool, device=device)
+            others[slots_R] = False
+            expect(
+                bool(rows_SH[others].isnan().all()), "a slot without a row was written", "only those of rows"
+            )
+
+
+def duties_as_declared(cls: type[Experts], device: torch.device) -> None:
+    """With `counts_duties`, `compute` records each weighting and each sum that it does, once."""
+    if not cls.counts_duties:
+        return
+    batch = supported_batch(cls, device)
+    experts, received, pairs = batch.build(cls), batch.received(cls), int((batch.routes.ids_RK >= 0).sum())
+    for finalize in (True, False) if cls.finalizes else (False,):
+        with Ledger().open() as ledger:
+            experts(received, finalize=finalize)
+        for duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):
+            early = duty is Duty.WEIGHT and batch.spec.weight_on == "input"
+            due = pairs if finalize or early else 0
+            found = sum(ledger.rows(duty).values())
+            expect(
+                found == due, f"duty {duty.value!r} was recorded for {found} rows", f"{due}, as it was done"
+            )
+
+
+def nothing_global_is_changed(cls: type[Experts], device: torch.device) -> None:
+    """Computing draws no random numbers, and changes neither torch's threads nor its defaults."""
+    batch = supported_batch(cls, device)
+    experts, received = batch.build(cls), batch.received(cls)
+
+    def state() -> tuple[object, ...]:
+        modes = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads())
+        return (*modes, tuple(torch.get_rng_state().tolist()))
+
+    before = state()
+    finished_rows(cls, experts, received)
+    expect(state() == before, "computing changed a setting of torch, or drew random numbers", "nothing")
+
+
+def results_have_their_dtype(cls: type[Experts], device: torch.device) -> None:
+    """Finished rows are float32, or of the dtype of the weights, whatever the batch: also of none, or of one row."""
+    for seed, spec in enumerate(draw_specs(cls, seed=13, count=6)):
+        whole = draw_batch(spec, seed=seed, device=device)
+        kinds = {}
+        for rows in (0, 1, 2, 17):
+            batch = _first(whole, rows)
+            result = batch.build(cls)(batch.received(cls), finalize=cls.finalizes)
+            rows_RH = result.rows_RH if isinstance(result, ExpertRows) else None
+            if rows_RH is not None and rows:
+                kinds[rows] = rows_RH.dtype
+        allowed = {torch.float32, row_dtype(spec.weights)}
+        fine = set(kinds.values()) <= allowed
+        expect(fine, f"finished rows are {kinds} for {in_words(spec)}", f"one of {allowed}")
+
+
+def every_format_within_the_bound(cls: type[Experts], device: torch.device) -> None:
+    """Weights of each declared format give results within the bound, whatever the signs of routing weights."""
+    for weights in cls.weight_formats:
+        if weights not in WEIGHT_FORMATS:
+            raise Finding(
+                f"`weight_formats` has {weights!r}", f"formats of weights: {', '.join(WEIGHT_FORMATS)}"
+            )
+        specs = [spec for spec in draw_specs(cls, seed=14, count=60) if spec.weights == weights]
+        for seed, spec in enumerate(specs[:3]):
+            batch = _with(draw_batch(spec, seed=seed, device=device), DATA["negative and zero weights"], seed)
+            over = excess(batch.result(cls), *exact(batch))
+            expect(over <= 0, f"{over:.3g} beyond the bound for {in_words(spec)}", "every element within it")
