@@ -4,11 +4,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # vLLM has pins of its own, and so an environment of its own.
 VLLM_BIN := .venv-vllm/bin
+VLLM_NEXT := 0.33.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 # The newest versions of everything, without constraints.
 LATEST_BIN := .venv-latest/bin
 
-.PHONY: run run-vllm test test-latest test-vllm test-faults test-mutants test-fuzz lint docs bench clean
+.PHONY: run run-vllm test test-latest test-vllm test-vllm-next test-faults test-mutants test-fuzz lint docs bench clean
 
 run: .venv/model
 	@$(BIN)/tokenyard run
@@ -33,6 +34,12 @@ test-latest:
 # The plugin in engines of the real vLLM, and our classes under its real kernel.
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest --timeout 900 tests/vllm_engines tests/integrations/test_vllm.py tests/integrations/test_vllm_refused.py
+
+# A version of which there is no build for CPUs: its Python files, over the library of the one that is installed.
+test-vllm-next: .venv-vllm/next/ready
+	PYTHONPATH=$(CURDIR)/.venv-vllm/next $(VLLM_BIN)/python -m pytest --timeout 900 tests/vllm_engines/test_signatures.py \
+		tests/vllm_engines/test_refusals.py tests/vllm_engines/test_engines.py \
+		tests/integrations/test_vllm.py tests/integrations/test_vllm_refused.py
 
 # More than 500 faults on processes; every mutant; links cut, and garbage in, many times. `make test` has a few of each.
 test-faults: .venv/dev
@@ -102,6 +109,13 @@ bench: .venv/dev
 	@$(VLLM_PIP) --requirement requirements-vllm.txt
 	@$(VLLM_BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv-vllm flashinfer-python==0.7.2
 	@$(VLLM_PIP) --editable .
+	@touch $@
+
+.venv-vllm/next/ready: .venv-vllm/ready
+	@echo "Downloading vLLM $(VLLM_NEXT), for its Python files (340 MB, a few minutes, once)"
+	@rm -rf .venv-vllm/next
+	@$(VLLM_BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv-vllm/next vllm==$(VLLM_NEXT)
+	@$(VLLM_BIN)/python -m tests.vllm_engines.next_version .venv-vllm/next/*.whl .venv-vllm/next
 	@touch $@
 
 clean:

@@ -1,11 +1,11 @@
-"""The integration with vLLM: without it, with a stub of its signatures, and with itself where it is installed."""
+"""The integration with vLLM: without it, with stubs of its signatures, and with itself where it is installed."""
 
 import pytest
 
 from tests.integrations.vllm_kernel import INSTALLED, OURS, forget, import_afresh, install_stub
 
 # `make test-vllm` runs these tests with the real one.
-VERSIONS = ["installed"] if INSTALLED else [None, "vllm_0_32"]
+VERSIONS = ["installed"] if INSTALLED else [None, "vllm_0_32", "vllm_0_33"]
 
 
 @pytest.fixture(params=VERSIONS, ids=str)

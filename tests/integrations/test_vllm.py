@@ -1,7 +1,7 @@
 """`tokenyard.integrations.vllm`: the calls of vLLM's modular kernel give what `MoELayer` gives, bit for bit.
 
-Everything runs twice: without vLLM, and with a stub of its signatures. `make test-vllm` runs it with vLLM itself, whose
-kernel then makes the calls.
+Everything runs without vLLM, and with a stub of the signatures of each version that the plugin takes. `make test-vllm`
+runs it with vLLM itself, whose kernel then makes the calls.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.integrations.stubs import vllm_0_32
+from tests.integrations.stubs import vllm_0_32, vllm_0_33
 from tests.integrations.vllm_ranks import WORLD, Rank, finished
 from tests.models import on_ranks
 
@@ -134,11 +134,12 @@ def test_what_is_declared(vllm):
     assert on_ranks(2, rank_main) == [True, True]
 
 
-def test_signatures_are_those_of_vllm(vllm):
+@pytest.mark.parametrize("stub", [vllm_0_32, vllm_0_33], ids=lambda stub: stub.__name__.rpartition(".")[2])
+def test_signatures_are_those_of_vllm(vllm, stub):
     """Every method takes the arguments of vLLM's, by the same names in the same order, and is of the same kind."""
     pairs = {
-        vllm.TokenyardPrepareAndFinalize: vllm_0_32.FusedMoEPrepareAndFinalizeModular,
-        vllm.TokenyardExperts: vllm_0_32.FusedMoEExpertsModular,
+        vllm.TokenyardPrepareAndFinalize: stub.FusedMoEPrepareAndFinalizeModular,
+        vllm.TokenyardExperts: stub.FusedMoEExpertsModular,
     }
     for mine, theirs in pairs.items():
         assert theirs.__abstractmethods__ <= vars(mine).keys()

@@ -72,6 +72,7 @@ def configurations(**changes):
 
 
 REFUSED = {
+    "expert substitution": ({"num_experts": 6}, "unset TOKENYARD_VLLM"),
     "EPLB, redundant experts": ({"enable_eplb": True}, "leave --enable-eplb out"),
     "elastic EP": ({"enable_elastic_ep": True}, "leave --enable-elastic-ep out"),
     "LoRA on experts": ({"is_lora_enabled": True}, "leave --enable-lora out"),
@@ -162,8 +163,16 @@ def test_doctor_says_what_the_plugin_would_do(vllm_finding):
     )
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1+cpu"])
+def test_doctor_says_that_these_versions_are_taken(vllm_finding, version):
+    assert vllm_finding(version, TOKENYARD_VLLM="experts")["plugin"].ok
+
+
 def test_doctor_says_what_is_wrong(vllm_finding, monkeypatch):
-    assert vllm_finding("0.26.0", TOKENYARD_VLLM="experts")["plugin"].ok is False
+    for version in ("0.26.0", "0.34.0"):
+        found = vllm_finding(version, TOKENYARD_VLLM="experts")["plugin"]
+        assert found.ok is False
+        assert found.detail == f"it refuses to run: it takes vLLM 0.32 and 0.33, and here is {version}"
     wrong = vllm_finding("0.32.0", TOKENYARD_VLLM="yes")["plugin"]
     assert wrong.ok is False
     assert "TOKENYARD_VLLM is 'yes'" in wrong.detail

@@ -72,6 +72,19 @@ def test_our_experts_are_never_reduced_again(vllm):
         assert usable
 
 
+def test_a_hook_that_would_sum_instead_is_refused(vllm):
+    def rank_main(group):
+        rank = Rank(vllm, group)
+        rank.experts.post_gemm2_hook = lambda unfinalized, output: None
+        error = raised(rank.call, *rank.batch())
+        del rank.experts.post_gemm2_hook
+        return str(error), rank.is_right()
+
+    for error, usable in on_ranks(2, rank_main):
+        assert "post_gemm2_hook is set" in error
+        assert usable
+
+
 def test_results_are_combined_once(vllm):
     def rank_main(group):
         rank = Rank(vllm, group)

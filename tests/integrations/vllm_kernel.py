@@ -217,6 +217,9 @@ class UnfinishedExperts:
     def workspace_dtype(self, dtype):
         return torch.float32
 
+    def output_hidden_dim(self, hidden_dim):
+        return hidden_dim
+
     def workspace_shapes(self, rows, wide, hidden, top_k, *_):
         shapes = {
             "[R, K, H]": (rows, top_k, hidden),

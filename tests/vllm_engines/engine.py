@@ -1,14 +1,16 @@
 """One rank of an engine that answers prompts; under torchrun, or alone. Arguments: a file with a job, one for results.
 
 A job is a JSON object: `options` of vLLM's `LLM`, `prompts`, and `exchanges` to answer them through, one after the
-other. With `dies_in`, rank 1 is killed in that call of `finalize`.
+other. With `dies_in`, rank 1 is killed in that call of `finalize`. With `again_alone`, each prompt is answered once
+more, in a batch of its own. With `rotates_in_torch`, vLLM's kernel of rotary embeddings is not used.
 """
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
+
+from tests.vllm_engines.dying import die_where
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -20,6 +22,8 @@ def main(job, results):
 
     rank = int(os.environ.get("RANK", "0"))
     name_shared_memory()
+    if job.get("rotates_in_torch"):
+        rotate_in_torch()
     llm = LLM(
         **(
             {
@@ -33,18 +37,31 @@ def main(job, results):
             | job["options"]
         )
     )
-    sampling = SamplingParams(temperature=0, max_tokens=MOST_TOKENS, logprobs=LOGPROBS, ignore_eos=True)
-    prompts = job["prompts"]
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=MOST_TOKENS,
+        logprobs=LOGPROBS,
+        ignore_eos=True,
+        detokenize=not job["options"].get("skip_tokenizer_init", False),
+    )
+    prompts = [
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in job["prompts"]
+    ]
     data_parallel = llm.llm_engine.vllm_config.parallel_config.data_parallel_size
     if data_parallel > 1:
         prompts = prompts[rank::data_parallel]
-    if "dies_in" in job and rank == 1:
-        die_in(job["dies_in"])
+    if "dies_in" in job:
+        calls = iter(range(job["dies_in"]))
+        die_where(lambda: next(calls, None) is None)
     answers = {}
     for exchange in job.get("exchanges", ["auto"]):
         if exchange != "auto":
             plan_again(llm, exchange)
         answers[exchange] = [told(output) for output in llm.generate(prompts, sampling, use_tqdm=False)]
+        if job.get("again_alone"):
+            answers[exchange] += [
+                told(*llm.generate([prompt], sampling, use_tqdm=False)) for prompt in prompts
+            ]
     Path(results).with_suffix(f".{rank}").write_text(json.dumps(answers))
 
 
@@ -53,6 +70,12 @@ def told(output):
     completion = output.outputs[0]
     logprobs = [{token: at.logprob for token, at in chosen.items()} for chosen in completion.logprobs]
     return {"prompt": output.prompt, "ids": list(completion.token_ids), "logprobs": logprobs}
+
+
+def rotate_in_torch():
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
 
 def name_shared_memory():
@@ -82,19 +105,6 @@ def plan_again(llm, exchange):
                 runner.routed_experts.quant_method.moe_kernel = None
                 runner.routed_experts.quant_method.process_weights_after_loading(runner.routed_experts)
     assert worker_plan._made.plan.draft.exchange.name == exchange
-
-
-def die_in(calls):
-    from tokenyard.integrations.vllm import TokenyardPrepareAndFinalize
-
-    finalize, left = TokenyardPrepareAndFinalize.finalize, iter(range(calls))
-
-    def dying(self, *arguments):
-        if next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return finalize(self, *arguments)
-
-    TokenyardPrepareAndFinalize.finalize = dying
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Starts engines of vLLM as processes, with all that they write in a folder, and ends them for sure."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ class Launched:
         self.codes, self.said, self.answers = codes, said, answers
 
 
+def search_path():
+    """Where engines import from: this source, and what stood before that of this process (`make test-vllm-next`)."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT)]))
+
+
 def run_engine(folder, job, *, ranks=2, torchrun=True, **settings):
     """Run an engine on so many ranks. One rank runs alone; two run under torchrun, or each by itself."""
     folder.mkdir()
@@ -28,7 +34,7 @@ def run_engine(folder, job, *, ranks=2, torchrun=True, **settings):
     port = free_port()
     environment = engine_environment(folder, ranks) | settings
     # Log-probabilities would be counted by a compiled function, which takes longer to compile than an engine to start.
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TORCH_COMPILE_DISABLE": "1"}
+    environment |= {"PYTHONPATH": search_path(), "TORCH_COMPILE_DISABLE": "1"}
     script = ["-m", ENGINE, str(job_file), str(results)]
     if ranks == 1:
         commands = [([sys.executable, *script], {})]

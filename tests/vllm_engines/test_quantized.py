@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ import transformers
 from safetensors.torch import save_file
 
 from tests.checkpoints import references
+from tests.vllm_engines.launching import ROOT, search_path
 from tokenyard import launch, open_checkpoint
 from tokenyard.checkpoints import convert
 from tokenyard.integrations.transformers import load_sharded
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -146,7 +145,7 @@ def ended(checkpoints, tmp_path_factory):
     (folder / "job.json").write_text(json.dumps({"prompts": PROMPTS, "engines": engines}))
     settings = {
         "TOKENYARD_VLLM": "experts",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": search_path(),
         "HOME": str(folder),
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_CONFIG_ROOT": str(folder / "config"),

@@ -55,6 +55,7 @@ def method_for(moe, **ranks):
 
 
 REFUSED = {
+    "expert substitution": ({"num_experts": 3}, {}),
     "EPLB, redundant experts": ({}, {"enable_eplb": True}),
     "elastic EP": ({}, {"enable_elastic_ep": True}),
     "LoRA on experts": ({"is_lora_enabled": True}, {}),
@@ -96,10 +97,10 @@ def test_monolithic_experts_are_refused_behind_our_exchange(registered, monkeypa
         method_for(layer())
 
 
-def test_a_version_that_was_not_run_is_refused(monkeypatch):
+def test_a_version_that_was_not_compared_is_refused(monkeypatch):
     monkeypatch.setenv("TOKENYARD_VLLM", "experts")
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(ContractError, match=r"vLLM is 0\.33\.0.*fix: install vLLM 0\.32"):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    with pytest.raises(ContractError, match=r"vLLM is 0\.34\.0.*fix: install vLLM 0\.32 or 0\.33"):
         plugin.register()
 
 

@@ -244,7 +244,7 @@ def _vllm() -> Iterator[Finding]:
 def _plugin(version: str) -> tuple[bool | None, str]:
     """Whether the plugin would serve this version of vLLM, as the environment asks for it."""
     from tokenyard.integrations.vllm.plugin import is_found_by_vllm
-    from tokenyard.integrations.vllm.refusals import TESTED, is_tested
+    from tokenyard.integrations.vllm.refusals import VERSIONS, is_taken
     from tokenyard.integrations.vllm.settings import MODE, settings
 
     try:
@@ -256,8 +256,8 @@ def _plugin(version: str) -> tuple[bool | None, str]:
     if not is_found_by_vllm():
         why = "install tokenyard with pip, and let VLLM_PLUGINS have tokenyard if it is set"
         return False, f"vLLM does not find it: {why}"
-    if not is_tested(version):
-        return False, f"it refuses to run: it was run with vLLM {TESTED}, and here is {version}"
+    if not is_taken(version):
+        return False, f"it refuses to run: it takes vLLM {' and '.join(VERSIONS)}, and here is {version}"
     return True, f"on; {asked}"
 
 

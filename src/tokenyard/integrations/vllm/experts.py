@@ -197,6 +197,13 @@ class TokenyardExperts(ExpertsOfVllm):
                 fix="plan the layer with the model's activation",
             )
         check_weight_on(self.wiring, on_input)
+        # An attribute of vLLM's experts since 0.33: whoever sets it wants to weight and sum instead of them.
+        if getattr(self, "post_gemm2_hook", None) is not None:
+            raise ContractError(
+                "post_gemm2_hook is set, and these experts weight and sum their results",
+                expected="None: the hook would never be called",
+                fix="leave it unset, or unset TOKENYARD_VLLM for this model",
+            )
         if a2_scale is not None:
             raise ContractError(
                 f"a2_scale is {describe(a2_scale)}",

@@ -11,9 +11,9 @@ from typing import Any
 
 from tokenyard.errors import ContractError
 
-# The versions of vLLM that were run with the plugin: from the first one, below the second.
-TESTED_VERSIONS = ((0, 32), (0, 33))
-TESTED = "0.32"
+# The versions of vLLM that the plugin takes. Engines were run with the first one; the others were compared with it, in
+# what the plugin uses of them (tests/integrations/test_vllm_versions.py).
+VERSIONS = ("0.32", "0.33")
 # The all2all backend of vLLM under which rows, ids and weights reach `prepare` unchanged: its default.
 ALL2ALL_BACKEND = "allgather_reducescatter"
 
@@ -38,6 +38,11 @@ def _backend(moe: Any, _: Any) -> str | None:
     return None if backend == ALL2ALL_BACKEND else f"all2all_backend is {backend!r}"
 
 
+def _substituted(moe: Any, _: Any) -> str | None:
+    substituted = moe.num_logical_experts - moe.num_experts
+    return f"{substituted} of {moe.num_logical_experts} experts are constants" if substituted > 0 else None
+
+
 def _split(moe: Any, _: Any) -> str | None:
     size = moe.moe_parallel_config.tp_size
     return f"each expert is split between {size} ranks" if size > 1 else None
@@ -45,9 +50,15 @@ def _split(moe: Any, _: Any) -> str | None:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
+        name="expert substitution",
+        found=_substituted,
+        why="vLLM adds their outputs on one rank, to what it takes for a part of a sum",
+        fix="unset TOKENYARD_VLLM for this model",
+    ),
+    Refusal(
         name="EPLB, redundant experts",
         found=_where(
-            lambda moe, ranks: ranks.enable_eplb or moe.num_experts != moe.num_logical_experts,
+            lambda moe, ranks: ranks.enable_eplb or moe.num_experts > moe.num_logical_experts,
             "expert load balancing (EPLB) is on",
         ),
         why="the plan knows one place for every expert, and vLLM would move experts while it stands",
@@ -104,7 +115,7 @@ QUANTIZED = Refusal(
 VERSION = Refusal(
     name="another version of vLLM",
     why="the names that the plugin reads move between versions",
-    fix=f"install vLLM {TESTED}, or unset TOKENYARD_VLLM",
+    fix=f"install vLLM {' or '.join(VERSIONS)}, or unset TOKENYARD_VLLM",
 )
 
 
@@ -129,25 +140,22 @@ def check_supported(moe: Any, ranks: Any, *, layer: str | None = None) -> None:
 
 
 def check_version(version: str) -> None:
-    """Raise unless this version of vLLM was run with the plugin.
+    """Raise unless the plugin takes this version of vLLM.
 
     >>> check_version("0.32.1+cpu")
     >>> check_version("0.26.0")
     Traceback (most recent call last):
     tokenyard.errors.ContractError: vLLM is 0.26.0: the names that the plugin reads move between versions; expected \
-an engine that docs/guide/vllm.md says is served; fix: install vLLM 0.32, or unset TOKENYARD_VLLM
+an engine that docs/guide/vllm.md says is served; fix: install vLLM 0.32 or 0.33, or unset TOKENYARD_VLLM
     """
-    if not is_tested(version):
+    if not is_taken(version):
         raise refused(VERSION, f"vLLM is {version}")
 
 
-def is_tested(version: str) -> bool:
-    """Whether a version of vLLM is one that was run with the plugin.
+def is_taken(version: str) -> bool:
+    """Whether the plugin takes a version of vLLM.
 
-    >>> is_tested("0.32.0"), is_tested("0.33.0rc1"), is_tested("dev")
-    (True, False, False)
+    >>> is_taken("0.32.0"), is_taken("0.33.0rc1"), is_taken("0.34.0"), is_taken("dev")
+    (True, True, False, False)
     """
-    numbers = version.split(".")[:2]
-    if not all(part.isdigit() for part in numbers):
-        return False
-    return TESTED_VERSIONS[0] <= tuple(map(int, numbers)) < TESTED_VERSIONS[1]
+    return ".".join(version.split(".")[:2]) in VERSIONS

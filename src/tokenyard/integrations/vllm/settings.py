@@ -60,7 +60,7 @@ DEADLINE = Variable(
     name="TOKENYARD_VLLM_DEADLINE",
     values="seconds",
     default="300",
-    meaning="how long any single wait for other ranks may take; after it, the engine ends with `PeerLost`",
+    meaning="how long a MoE layer may wait for other ranks; after it, the layer raises `PeerLost`, and the engine ends",
 )
 VARIABLES = (MODE, EXCHANGE, WIRE, EXPERTS_CLASS, DEADLINE)
 
