@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,8 +98,7 @@ def every_number_of_rows(cls: type[Experts], device: torch.device) -> None:
 def many_rows_and_experts(cls: type[Experts], device: torch.device) -> None:
     """A rank may have more experts than a byte can count, and an expert more rows."""
     drawn = next(draw_specs(cls, seed=8))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 300, "top_k": 2}
-    spec = replace(drawn, **sizes)
+    spec = replace(drawn, hidden_size=16, intermediate_size=16, num_local_experts=300, top_k=2)
     if cls.supports(spec) is not None:
         return
     batch = draw_batch(spec, rows=600, seed=8, device=device)
@@ -163,7 +163,7 @@ def strides_as_declared(cls: type[Experts], device: torch.device) -> None:
     for seed, spec in enumerate(draw_specs(cls, seed=11, count=4)):
         batch = draw_batch(spec, seed=seed, device=device)
         given = batch.weights
-        matrices = {}
+        matrices: dict[str, Any] = {}
         for name in ("w13", "w2"):
             matrix = getattr(given, name)
             if isinstance(matrix, QuantizedMatrix):
