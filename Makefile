@@ -1,4 +1,4 @@
-# `make run` and `make test` do everything on a Linux machine that has Python 3.11 to 3.13 and make.
+# `make run` and `make test` do everything on a Linux machine that has Python 3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
