@@ -285,6 +285,9 @@ class PeerLost(GroupError):
         self.peers, self.phase, self.waited = tuple(peers), phase, waited
         who = ", ".join(f"rank {p}" for p in self.peers) or "a rank of the group"
         late = "look at that rank's own log; raise the group's deadline if it was only slow"
+        rank = where.get("rank")
+        if rank is not None and rank in self.peers:
+            late = f"raise the group's deadline if it was only slow; {_way_back(rank)}"
         gone = f"look at that rank's own log; a plan can {_ways_on(self.peers)}"
         super().__init__(
             f"{who} did not arrive in {phase} (waited {waited:.1f} s{'; ' + detail if detail else ''})",
@@ -310,7 +313,7 @@ class PlanBroken(PeerLost):
         self.phase: str = cause.phase if isinstance(cause, PeerLost) else ""
         self.waited: float = cause.waited if isinstance(cause, PeerLost) else 0.0
         if rank is not None and rank in self.peers:
-            fix = f"the others have given this rank up; it can come back as a fresh one: `rejoin(…, rank={rank})`"
+            fix = _way_back(rank)
         elif self.peers:
             fix = f"{_ways_on(self.peers)}, on every rank that is left"
         else:
@@ -330,6 +333,10 @@ class PlanBroken(PeerLost):
 def _ways_on(lost: Sequence[int]) -> str:
     ranks = list(lost)
     return f"go on without it: `plan.go_on_without({ranks})`, or with a fresh rank: `plan.readmit({ranks})`"
+
+
+def _way_back(rank: int) -> str:
+    return f"the others have given this rank up; it can come back as a fresh one: `rejoin(…, rank={rank})`"
 
 
 def _named(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Who is given up: those who have not come, but for those who wait themselves for somebody who has not come."""
 
+import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,9 @@ class FakeGroup:
 
     def gone(self):
         return self.ended
+
+    def look(self, **_):
+        pass
 
     def lost(self, peers, *, phase, waited):
         return PeerLost(peers, phase=phase, waited=waited, rank=self.rank)
@@ -278,6 +282,47 @@ def test_a_wait_looks_ten_times_a_second_at_who_is_gone_until_the_deadline(ranks
     assert caught.value.waited == pytest.approx(1.01)
     assert len(looks) in (8, 9, 10)
     assert looks[0] == pytest.approx(100.11, abs=0.011)
+
+
+@pytest.mark.parametrize("comes", [110.8, math.inf])
+def test_a_rank_that_was_stopped_in_its_wait_gives_the_others_half_a_deadline_more(ranks, comes, monkeypatch):
+    """Rank 0 waits, and is stopped for ten seconds. Rank 2 comes when it is awake again, or never."""
+    now, stops = [100.0], [10.0]
+
+    def sleep(_):
+        now[0] += 0.01
+        if now[0] > 100.5 and stops:
+            now[0] += stops.pop()
+        if now[0] > comes:
+            tell(ranks, 2, [0])
+
+    fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time", fake)
+    ranks[0]._group.deadline = 1.0
+    for source in (0, 1, 3):
+        tell(ranks, source, [0])
+    if comes < math.inf:
+        assert len(ranks[0].hear(word())) == WORLD
+    else:
+        assert blamed(ranks) == [2]
+    assert now[0] < 111.1
+
+
+def test_a_wait_says_that_it_begins_goes_on_and_ends(ranks, clock):
+    said = []
+    ranks[0]._group.look = lambda **how: said.append(how.get("waits"))
+    ranks[0]._group.deadline = 0.45
+    for source in (0, 1, 3):
+        tell(ranks, source, [0])
+    with pytest.raises(PeerLost):
+        ranks[0].hear(word())
+    assert said == [True, None, None, None, None]
+    said.clear()
+    for rank in ranks:
+        rank._words[0][128 // 8] = 0  # no verdict
+    tell(ranks, 2, [0])
+    ranks[0].hear(word())
+    assert said == [True, False]
 
 
 def test_a_rank_that_waits_for_long_tells_those_who_wait_for_it_in_another_plan(ranks, clock):

@@ -40,6 +40,28 @@ def test_a_rank_that_is_late_by_less_than_a_second_is_named_by_all(ranks, late):
         assert "raise the group's deadline if it was only slow" in text
 
 
+def stopped_in_a_barrier(group, deadline):
+    """Rank 1 comes first, and is stopped in its wait; another process continues it after the deadline of the others."""
+    group.barrier()
+    group.deadline = deadline
+    if group.rank == 1:
+        me = os.getpid()
+        again = f"sleep 0.3; kill -STOP {me}; sleep {1.5 * deadline + 0.6}; kill -CONT {me}"
+        subprocess.Popen(["sh", "-c", again])
+    else:
+        time.sleep(0.5 * deadline)
+    error = raised(group.barrier)
+    return error.peers, str(error)
+
+
+def test_a_rank_that_is_stopped_in_its_wait_and_comes_back_is_named_by_all():
+    """It has waited longer than the others. That it was not awake is what it says itself."""
+    found = ty.launch(3, stopped_in_a_barrier, 1.5, ranks="processes", deadline=20)
+    assert [peers for peers, _ in found] == [(1,)] * 3, found
+    assert "this rank was stopped, or got no core, for " in found[1][1]
+    assert "the others have given this rank up; it can come back as a fresh one" in found[1][1]
+
+
 def called_once(group, exchange):
     spec = ty.LayerSpec(name="moe", hidden_size=8, intermediate_size=4, num_experts=3, top_k=1)
     weights = ty.ExpertWeights(w13=torch.ones(3, 8, 8).bfloat16(), w2=torch.ones(3, 8, 4).bfloat16())

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tokenyard.group import failure_detector
+from tokenyard.group.attendance import Evidence, Gap, this_clock
 from tokenyard.group.failure_detector import FailureDetector
 
 HERE = "this host"
@@ -50,6 +51,12 @@ def who(store, rank, *, host=HERE, pid):
     store.set(f"tokenyard/place/failures/who/{rank}", json.dumps([host, pid]))
 
 
+def says(rank, now=None, **evidence):
+    """Put what a rank says of itself into the store."""
+    fields = {"phase": "", "clock": this_clock(), "began": time.monotonic(), "now": now or time.monotonic()}
+    rank._set(Evidence(**(fields | evidence)).encode(), "here", rank._rank)
+
+
 def together(ranks):
     """What each of these ranks says, all at once."""
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -59,7 +66,7 @@ def together(ranks):
 def answered(ranks):
     """These ranks, each of which has answered in time; others are silent."""
     for rank in ranks:
-        rank._set('["", 0.0]', "here", rank._rank)
+        says(rank)
     return ranks
 
 
@@ -82,11 +89,91 @@ def test_who_answers_a_little_later_is_waited_for(store):
 
 
 @pytest.mark.usefixtures("all_answer")
-def test_who_came_later_than_the_others_may_wait_is_lost(store):
-    ranks = roll(store, 3)
-    for rank, waited in ((1, 0.1), (2, 10.0)):
-        ranks[rank]._set(json.dumps(["barrier", waited]), "here", rank)
+@pytest.mark.parametrize("ahead", [0.0, 1e6])  # seconds that the clock of rank 1 is ahead
+def test_who_kept_the_others_waiting_is_lost(store, ahead, monkeypatch):
+    """Rank 1 was stopped in a wait in which it was from the beginning."""
+    monkeypatch.setattr(failure_detector, "ANSWERING", 0.5 if ahead else 1000.0)
+    ranks, now = roll(store, 3), time.monotonic()
+    gap = Gap(now - 9.9 + ahead, now - 0.1 + ahead, sent=None)
+    clock = {"clock": "another"} if ahead else {}
+    says(ranks[1], now + ahead, began=now - 10.0 + ahead, deadline=5.0, gaps=(gap,), **clock)
+    says(ranks[2], began=now - 10.0, deadline=5.0)
     assert ranks[0].lost(phase="barrier", waited=10.0, deadline=5.0) == [1]
+
+
+def test_who_was_late_is_named_and_who_does_not_answer_may_only_compute(monkeypatch, store):
+    monkeypatch.setattr(failure_detector, "ANSWERING", 0.3)
+    ranks, now = roll(store, 3), time.monotonic()
+    says(ranks[1], gaps=(Gap(now - 9.9, now - 0.1, sent=None),))
+    assert ranks[0].lost(waited=10.0, deadline=5.0) == [1]
+
+
+def test_a_rank_that_was_stopped_blames_nobody_who_has_gone_on_meanwhile(monkeypatch, store):
+    monkeypatch.setattr(failure_detector, "ANSWERING", 0.3)
+    ranks, now = roll(store, 3), time.monotonic()
+    ranks[1].attendance._gaps.append(Gap(now - 9.9, now, sent=None))
+    assert ranks[1].lost(waited=10.0, deadline=5.0) == [1]
+
+
+@pytest.mark.usefixtures("all_answer")
+def test_if_no_time_tells_who_is_late_those_are_that_were_missed_in_shared_memory(store):
+    ranks = roll(store, 3)
+    says(ranks[1], missing=(2,))
+    says(ranks[2], missing=(2,))
+    assert ranks[0].lost(waited=1.0, deadline=1.0) == [2]
+
+
+# -- Ranks that have left because of another one -------------------------------------------------------------------
+
+
+def test_who_has_left_because_of_a_lost_rank_is_not_the_cause(store, dead):
+    ranks, left = roll(store, 4), subprocess.Popen(["true"])
+    left.wait()
+    who(store, 1, pid=dead)  # killed
+    who(store, 2, pid=left.pid)  # has raised, and ended
+    ranks[0].read()
+    note = f"tokenyard/has given up/{HERE}/{left.pid}"
+    assert ranks[0].causes([1, 2]) == [1, 2]
+    store.set(note, json.dumps([[HERE, dead]]))
+    assert ranks[0].causes([1, 2]) == ranks[0].causes([2]) == [1]
+    assert ranks[0].causes([2], among=[0, 2, 3]) == [2]  # the one that it has given up does not belong there
+    assert together([ranks[0], ranks[3]]) == [[1], [1]]
+
+
+def test_a_late_rank_that_was_given_up_and_has_left_stays_the_cause(store):
+    ranks = roll(store, 2)
+    ranks[1].leave_note([1])
+    assert ranks[0].causes([1]) == [1]
+
+
+def test_two_ranks_that_gave_up_each_other_are_both_named(store, dead):
+    (first, _, _), other = roll(store, 3), subprocess.Popen(["true"])
+    other.wait()
+    for rank, pid, given_up in (1, dead, other.pid), (2, other.pid, dead):
+        who(store, rank, pid=pid)
+        store.set(f"tokenyard/has given up/{HERE}/{pid}", json.dumps([[HERE, given_up]]))
+    first.read()
+    assert first.causes([1, 2]) == [1, 2]
+
+
+def test_a_note_is_taken_back_when_its_rank_makes_another_group(store):
+    prefixed = dist.PrefixStore("world", store)  # the note is one for all groups of the process
+    first, other = (FailureDetector(prefixed, "place", rank, 2, HERE) for rank in range(2))
+    who(prefixed, 1, pid=1)
+    first.leave_note([1])
+    note = f"tokenyard/has given up/{HERE}/{os.getpid()}"
+    assert json.loads(store.get(note)) == [[HERE, 1]]
+    FailureDetector(store, "another place", 0, 2, HERE)
+    assert not store.check([note])
+    assert other.causes([0]) == [0]
+
+
+def test_the_first_that_settles_a_verdict_decides_for_all(store):
+    first, second = roll(store, 2)
+    assert first.settle([1]) == [1]
+    assert second.called()
+    assert second.settle([0]) == [1]
+    assert second.lost() == [1]
 
 
 def test_who_does_not_answer_is_lost_and_all_say_the_same(store):

@@ -15,25 +15,10 @@ import torch
 import tokenyard as ty
 from tests.models import raised
 from tokenyard.group import base, distributed, failure_detector, process_ranks, threads
-from tokenyard.group.failure_detector import _too_late, within
+from tokenyard.group.failure_detector import within
 from tokenyard.group.readmission import READMISSION
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("deadline", "came", "late"),
-    [
-        (3.0, 2.9, []),  # a tenth of a second is not sure
-        (3.0, 2.91, [1]),
-        (0.15, 0.1, []),  # of a short deadline, a third is not
-        (0.15, 0.105, [1]),
-        (0.15, 0.07, []),
-        (math.inf, 1e6, []),
-    ],
-)
-def test_who_came_a_deadline_after_the_first_came_too_late(deadline, came, late):
-    assert _too_late({0: ("dispatch", 0.0), 1: ("dispatch", came)}, deadline) == late
 
 
 def test_a_question_that_nobody_answers_keeps_no_process_from_ending():

@@ -203,10 +203,12 @@ class FailedJustAfter(DoneJustAfter):
 
 def test_a_collective_that_is_done_just_after_a_look_is_done():
     group = ty.DistributedGroup.__new__(ty.DistributedGroup)
-    group._carrier = torch.device("cpu")
+    group._carrier, looks = torch.device("cpu"), []
+    group._detector = SimpleNamespace(attendance=SimpleNamespace(look=lambda **_: looks.append(1)))
     group._wait(DoneJustAfter(), time.monotonic() + 20)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         group._wait(FailedJustAfter(), time.monotonic() + 20)
+    assert len(looks) == 2
 
 
 @pytest.mark.parametrize(
@@ -225,4 +227,4 @@ def test_what_a_library_says_of_a_connection_is_told_where_nobody_is_named(
     group.deadline = 5.0
     group._detector = SimpleNamespace(lost=lambda **_: missing, detail="", silent="")
     monkeypatch.setattr(group, "lost", lambda peers, **found: (peers, found["detail"]), raising=False)
-    assert group._lost_in("barrier", 1.0, RuntimeError(words)) == (missing, detail)
+    assert group._lost_in("barrier", 1.0, 7, RuntimeError(words)) == (missing, detail)

@@ -303,6 +303,13 @@ class Group(ABC):
         others have given up.
         """
 
+    def look(self, *, waits: bool | None = None) -> None:  # noqa: B027 (most groups need not know)
+        """Note that this rank is awake, and whether it waits for others from now on; left out, that stays as it is.
+
+        A wait outside of the group's calls, such as one in shared memory, calls this when it begins and ends, and every
+        0.1 s: it proves that this rank was there, or when it was stopped.
+        """
+
     @abstractmethod
     def host(self) -> str:
         """The name of the host that this rank runs on: ranks with the same name can share memory."""

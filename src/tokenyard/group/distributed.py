@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import GroupError, PeerLost
+from tokenyard.group.attendance import LOOK, Attendance
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
 from tokenyard.group.devices import resolve_device
-from tokenyard.group.failure_detector import LOOK, FailureDetector, within
+from tokenyard.group.failure_detector import FailureDetector, underlying, within
 from tokenyard.group.hosts import check_processes, this_host
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process, keep_in_children
@@ -50,7 +51,6 @@ from tokenyard.group.readmission import (
     invited_at,
     meet,
     name_again,
-    underlying,
     written_to_meet,
 )
 from tokenyard.group.shared_memory import share_between_processes
@@ -139,14 +139,25 @@ class DistributedGroup(Group):
         seconds: float,
         phase: str = PHASE,
         gone: Callable[[], dict[int, str]] = dict,
+        causes: Callable[[Sequence[int]], list[int]] = list,
+        attendance: Attendance | None = None,
         check: Callable[[], None] | None = None,
     ) -> DistributedGroup:
         """The group of the ranks that meet under an invitation's key in the store, made without torch's world group.
 
-        `gone` returns the ranks that this rank knows to have ended; `check` may raise to end the wait.
+        `gone` returns the ranks that this rank knows to have ended, `causes` those that are to blame for ranks that do
+        not come, and `check` may raise to end the wait. Looks in the new group count in `attendance`, too.
         """
         # Made before this rank shows up at the meeting: every rank that is there has then registered its process.
-        detector = FailureDetector(rejoin_store.store, invitation.meeting, rank, invitation.size, this_host())
+        detector = FailureDetector(
+            rejoin_store.store,
+            invitation.meeting,
+            rank,
+            invitation.size,
+            this_host(),
+            Attendance(parent=attendance),
+        )
+        detector.attendance.look(waits=True)
         try:
             process_group = within(
                 seconds + FINDING_EACH_OTHER + _STORE,
@@ -161,11 +172,15 @@ class DistributedGroup(Group):
                     timeout=max(invitation.deadline, FINDING_EACH_OTHER),
                     detector=detector,
                     gone=gone,
+                    causes=causes,
                     check=check or (lambda: None),
                 ),
+                look=detector.attendance.look,
             )
         except TimeoutError as silent:
             raise _lost_store(invitation.name, str(silent), rank) from silent
+        finally:
+            detector.attendance.look(waits=False)
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._written = written_to_meet(invitation.meeting, rank)
@@ -244,25 +259,34 @@ class DistributedGroup(Group):
             raise self._is_broken()
         # With a timeout, NCCL's own watchdog would end the process: under NCCL, only `_wait` bounds the wait.
         own = timedelta(seconds=self.deadline) if self._carrier.type == "cpu" else None
-        with self._one_thread, self._attending(phase, time.monotonic()):
+        attendance = self._detector.attendance
+        with self._one_thread, self._attending(phase, time.monotonic(), attendance.sent + 1):
+            attendance.look(waits=False)
             work = collective(self._process_group, own, *arguments)
-        return partial(self._finish, work, phase)
+            attendance.look()  # if this rank is stopped in between, its part may not have left
+            attendance.sent = number = attendance.sent + 1
+        return partial(self._finish, work, phase, number)
 
     @by_one_thread
-    def _finish(self, work: Any, phase: str) -> None:
+    def _finish(self, work: Any, phase: str, number: int) -> None:
         if self._broken is not None:
             raise self._is_broken()
         started = time.monotonic()
-        with self._attending(phase, started):
+        with self._attending(phase, started, number):
+            self.look(waits=True)
             self._wait(work, started + self.deadline)
+            self.look(waits=False)
+
+    def look(self, *, waits: bool | None = None) -> None:
+        self._detector.attendance.look(waits=waits)
 
     @contextmanager
-    def _attending(self, phase: str, started: float) -> Iterator[None]:
+    def _attending(self, phase: str, started: float, number: int) -> Iterator[None]:
         """A block that is part of a collective: if it fails, or is interrupted, the group is broken."""
         try:
             yield
         except RuntimeError as error:
-            lost = self._lost_in(phase, time.monotonic() - started, error)
+            lost = self._lost_in(phase, time.monotonic() - started, number, error)
             self._broken = lost.found
             try:
                 raise lost from error
@@ -274,9 +298,9 @@ class DistributedGroup(Group):
             self._broken = f"{type(error).__name__} while this rank waited in {phase}"
             raise
 
-    def _lost_in(self, phase: str, waited: float, error: RuntimeError) -> PeerLost:
+    def _lost_in(self, phase: str, waited: float, number: int, error: RuntimeError) -> PeerLost:
         """The error of a wait that failed: the ranks find out together who is lost."""
-        missing = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline)
+        missing = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline, number=number)
         # The message of torch.distributed is useful only if no lost rank is known.
         said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
         detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
@@ -284,15 +308,29 @@ class DistributedGroup(Group):
 
     @in_own_process
     def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
-        found = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline) or list(ranks)
+        if self.device.type != "cpu":
+            self._detector.attendance.was_awake(waited)
+        found = self._detector.lost(
+            phase=phase, waited=waited, deadline=self.deadline, missing=ranks
+        ) or list(ranks)
         detail = "; ".join(filter(None, [self._detector.detail, self._detector.silent]))
         lost = self.lost(found, phase=phase, waited=waited, detail=detail)
         self._broken = self._broken or lost.found
         return lost
 
+    def lost(
+        self, ranks: Sequence[int], *, phase: str, waited: float, layer: str | None = None, detail: str = ""
+    ) -> PeerLost:
+        self._detector.leave_note(ranks)
+        if self.rank in ranks and (gap := self._detector.attendance.longest_gap) >= LOOK:
+            slept = f"this rank was stopped, or got no core, for {gap:.1f} s of its wait"
+            detail = "; ".join(filter(None, [slept, detail]))
+        return super().lost(ranks, phase=phase, waited=waited, layer=layer, detail=detail)
+
     def _wait(self, work: Any, until: float) -> None:
         """Wait for a collective; end early if another rank has asked which ranks are lost."""
         while True:
+            self.look()
             left = max(until - time.monotonic(), 0.001)  # a timeout of 0 would mean no limit
             on_gpu = self._carrier.type != "cpu"  # there, a wait that times out takes everything of NCCL down
             try:
@@ -366,19 +404,52 @@ class DistributedGroup(Group):
             self._rejoin_store.store,
             f"{self._rejoin_store.group_key}/{name}/{'-'.join(map(str, members))}/{number}",
         )
-        self._detector.read()
-        return DistributedGroup._met(
+        return self._meet(
+            {rank: place for place, rank in enumerate(members)},
             rejoin_store,
-            members.index(self.rank),
             invitation,
-            device=self.device,
             seconds=max(self.deadline, FINDING_EACH_OTHER),
             phase="finding each other",
-            gone=lambda: {
-                members.index(rank): why for rank, why in self._detector.ended().items() if rank in members
-            },
             check=check,
         )
+
+    def _meet(
+        self,
+        places: dict[int, int],
+        rejoin_store: RejoinStore,
+        invitation: Invitation,
+        *,
+        seconds: float,
+        phase: str = PHASE,
+        check: Callable[[], None] | None,
+    ) -> DistributedGroup:
+        """A group in which ranks of this one have these places; other places are those of fresh ranks."""
+        self._detector.read()
+        ranks = {place: rank for rank, place in places.items()}
+
+        def gone() -> dict[int, str]:
+            return {places[rank]: why for rank, why in self._detector.ended().items() if rank in places}
+
+        def causes(lost: Sequence[int]) -> list[int]:
+            found = self._detector.causes([ranks[place] for place in lost if place in ranks], among=places)
+            return sorted([places[rank] for rank in found] + [place for place in lost if place not in ranks])
+
+        try:
+            return DistributedGroup._met(
+                rejoin_store,
+                places[self.rank],
+                invitation,
+                device=self.device,
+                seconds=seconds,
+                phase=phase,
+                gone=gone,
+                causes=causes,
+                attendance=self._detector.attendance,
+                check=check,
+            )
+        except PeerLost as error:
+            self._detector.leave_note([ranks[place] for place in error.peers if place in ranks])
+            raise
 
     @property
     def address(self) -> str:
@@ -435,17 +506,9 @@ class DistributedGroup(Group):
         size = max(self.size, *(rank + 1 for rank in empty))
         invitation = Invitation(meeting=meeting, size=size, name=name, deadline=self.deadline)
         first = min(rank for rank in range(self.size) if rank not in empty)
-        self._detector.read()
+        places = {rank: rank for rank in range(self.size) if rank not in empty}
         with self._rejoin_store.invited(empty if self.rank == first else [], invitation):
-            return DistributedGroup._met(
-                self._rejoin_store,
-                self.rank,
-                invitation,
-                device=self.device,
-                seconds=seconds,
-                gone=lambda: {rank: why for rank, why in self._detector.ended().items() if rank not in empty},
-                check=check,
-            )
+            return self._meet(places, self._rejoin_store, invitation, seconds=seconds, check=check)
 
     def _check_store(self) -> None:
         """Raise if the store does not answer, through which the ranks of a new group find each other."""

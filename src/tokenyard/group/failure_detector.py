@@ -5,14 +5,18 @@ or are in another call already. A rank whose wait fails therefore asks all ranks
 group was made with. The others look there while they wait, and answer. Lost are
 
 1. ranks whose process has ended, as a rank on the same host can see for itself; if there are none,
-2. ranks that have not answered within a second; if all have answered,
-3. ranks that came too late to the wait. An answer says how long its rank has waited, and so when it came. A rank that
-   came a deadline or more after the first one is too late.
+2. ranks that have kept the others waiting: that came too late to the wait, or were stopped in it. An answer says when
+   its rank came, and when it was not awake (`attendance`). All ranks have a second to answer; if none was late,
+3. ranks that have not answered within that second.
 
 The first verdict in the store stands. Every rank raises the same error, and a stopped rank that wakes up reads there
 that it was given up. A rank that computes for long while another one dies is not blamed, if a rank on the host of the
 dead one waits. The store may be lost, too, with its host: a question to it takes two seconds at most, and without an
 answer it is not known who is lost.
+
+A rank that has given up others may end, and ranks that wait for it in another group then see the end of its process. It
+therefore leaves a *note* in the store, which says whom it has given up, until it makes its next group. If one of these
+belongs to the group that waits, that one is the cause, and not the rank that has left.
 """
 
 from __future__ import annotations
@@ -23,23 +27,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
+from tokenyard.group.attendance import LOOK, Attendance, Evidence, late, only_stopped, surely_late, this_clock
+
 Answer = TypeVar("Answer")
 
+# torch does not declare its stores as exported.
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 # Seconds in which the other waiting ranks answer. They look for the question every `LOOK` seconds.
 ANSWERING = 1.0
-LOOK = 0.1
 # Seconds that one look into the store may take: a round trip, on a busy machine. The store's own limit is that of
 # finding each other, which is longer.
 _STORE = 2.0
 # Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
 _AGAIN = 60.0
 _PAUSE = 0.02
-# Seconds by which the computed times of arrival may be wrong; for short deadlines, at most a third of the deadline.
-_UNSURE = 0.1
 # A word that is never written into the store: `compare_set` returns it if the key does not exist.
 _ABSENT = "absent"
 
@@ -84,11 +91,14 @@ def within(
 class FailureDetector:
     """Finds out with the other ranks of one group which ranks are lost, under keys of the store that only they use."""
 
-    def __init__(self, store: Any, place: str, rank: int, size: int, host: str) -> None:
+    def __init__(
+        self, store: Any, place: str, rank: int, size: int, host: str, attendance: Attendance | None = None
+    ) -> None:
         self._store, self._answers, self._again = store, True, 0.0
         self._place = f"tokenyard/{place}/failures"
         self._rank, self._size, self._host = rank, size, host
         self._who: dict[int, tuple[str, int]] = {}
+        self.attendance = attendance or Attendance()
         self.detail = ""  # what the verdict says besides the lost ranks: ranks that wait in different calls
         self._ask(self._register)
 
@@ -96,6 +106,7 @@ class FailureDetector:
         # Keys of an earlier run may be there: torchrun restarts ranks on the same store.
         for stale in (self._key("called"), self._key("verdict"), self._key("here", self._rank)):
             self._store.delete_key(stale)
+        underlying(self._store).delete_key(_note_of(self._host, os.getpid()))
         # Ranks on the same host look at this process to see whether it lives.
         self._store.set(self._key("who", self._rank), json.dumps([self._host, os.getpid()]))
 
@@ -115,28 +126,84 @@ class FailureDetector:
         self._again = 0.0
         self.called()
 
-    def lost(self, *, phase: str = "", waited: float = 0.0, deadline: float = math.inf) -> list[int]:
+    def lost(
+        self,
+        *,
+        phase: str = "",
+        waited: float = 0.0,
+        deadline: float = math.inf,
+        number: int | None = None,
+        missing: Sequence[int] = (),
+    ) -> list[int]:
         """The ranks that are lost, the same on all ranks of the group; empty, if that cannot be found out.
 
-        This rank has waited `waited` seconds in a phase, of `deadline` seconds that it may wait.
+        This rank has waited `waited` seconds in a phase, of `deadline` seconds that it may wait: for a collective, of
+        that number, or elsewhere, where it has missed the ranks `missing`.
         """
+        self.attendance.look(waits=True)
         until, self._again = time.monotonic() + ANSWERING, 0.0
-        seen: dict[int, tuple[str, float]] = {}  # by rank: the phase that it waits in, and when it came there
+        told: dict[int, Evidence] = {}
+        mine = self.attendance.evidence(
+            phase=phase, waited=waited, deadline=deadline, number=number, missing=missing
+        )
         self._set("yes", "called")
-        self._set(json.dumps([phase, waited]), "here", self._rank)
+        self._set(mine.encode(), "here", self._rank)
+        self.attendance.look(waits=False)  # every rank says the same from here on: none is waited for
+        at_once = True  # whether this rank has seen all evidence as soon as it was given
         while self._answers:
             verdict = self._verdict()
             if verdict is not None:
                 return verdict
-            gone, silent = self.gone(), self._silent(seen)
+            is_first = not told
+            gone, (silent, foreign) = self.gone(), self._silent(told)
+            # When evidence by another clock was given is known only to a rank that saw it come.
+            at_once = at_once and not (is_first and foreign)
             if gone:
-                self._judge(list(gone))
-            elif not silent:
-                self._judge(_too_late(seen, deadline), _different_phases(seen))
-            elif time.monotonic() > until:
-                self._judge(silent)
+                self._judge(self.causes(gone))
+            elif time.monotonic() > until and silent:
+                # Where there is proof against ranks that answer, the silent ones may only compute, or wait elsewhere.
+                self._judge(self.causes(surely_late(told) or only_stopped(told) or silent))
+            elif not silent and (at_once or time.monotonic() > until):
+                missed = {rank for one in told.values() for rank in one.missing}
+                phases = {rank: one.phase for rank, one in told.items()}
+                self._judge(late(told) or sorted(missed), _different_phases(phases))
             time.sleep(_PAUSE)
         return []
+
+    def settle(self, lost: Sequence[int]) -> list[int]:
+        """Say which ranks are lost, unless the verdict was said before; return the one that stands."""
+        self._set("yes", "called")
+        self._judge(lost)
+        return self._verdict() or list(lost)
+
+    def causes(self, lost: Iterable[int], among: Container[int] | None = None) -> list[int]:
+        """Of ranks that do not come, those that are the cause: a rank may have left because of another one.
+
+        In place of a rank that has given up other ranks of this group, these are returned; `among`: only if they are
+        in it.
+        """
+        causes = set()
+        for rank in set(lost):
+            causes |= self._noted(rank, range(self._size) if among is None else among) or {rank}
+        return sorted(causes)
+
+    def _noted(self, rank: int, among: Container[int]) -> set[int]:
+        """The other ranks of this group that a rank has given up, as its note says."""
+        who = self._who.get(rank)
+        note = who and self._ask(lambda: _value(underlying(self._store), _note_of(*who)))
+        given_up = [tuple(process) for process in json.loads(note)] if note else []
+        named = {
+            other for other, process in self._who.items() if tuple(process) in given_up and other in among
+        }
+        return named - {rank}
+
+    def leave_note(self, lost: Iterable[int]) -> None:
+        """Leave a note that this rank has given up these ranks, until it makes its next group."""
+        self.read()
+        processes = [self._who[rank] for rank in lost if rank in self._who]
+        if processes:
+            key, note = _note_of(self._host, os.getpid()), json.dumps(processes)
+            self._ask(lambda: underlying(self._store).set(key, note))
 
     def read(self) -> None:
         """Read from the store the host and process of each rank that has registered, and keep them.
@@ -176,23 +243,24 @@ class FailureDetector:
         self.detail = str(verdict["detail"])
         return list(verdict["lost"])
 
-    def _judge(self, lost: list[int], detail: str = "") -> None:
+    def _judge(self, lost: Sequence[int], detail: str = "") -> None:
         """Put a verdict into the store, unless there is one."""
-        verdict = json.dumps({"lost": lost, "detail": detail})
+        verdict = json.dumps({"lost": list(lost), "detail": detail})
         self._ask(lambda: self._store.compare_set(self._key("verdict"), "", verdict))
 
-    def _silent(self, seen: dict[int, tuple[str, float]]) -> list[int]:
-        """The ranks that have not answered yet. New answers are added to `seen`."""
+    def _silent(self, told: dict[int, Evidence]) -> tuple[list[int], bool]:
+        """The ranks that have not answered yet, and whether a new answer is by another clock: it is added to `told`."""
+        foreign = False
         for rank in range(self._size):
-            if rank not in seen and (answer := self._ask(partial(self._get, "here", rank))):
-                phase, waited = json.loads(answer)
-                seen[rank] = phase, time.monotonic() - waited
-        return [rank for rank in range(self._size) if rank not in seen]
+            if rank not in told and (answer := self._ask(partial(self._get, "here", rank))):
+                evidence = Evidence.decode(answer)
+                if evidence.clock != this_clock():
+                    evidence, foreign = evidence.later(time.monotonic() - evidence.now), True
+                told[rank] = evidence
+        return [rank for rank in range(self._size) if rank not in told], foreign
 
     def _get(self, *parts: object) -> bytes | None:
-        """The value of a key in the store, or None. The store's own `get` would wait for a key that does not exist."""
-        found = self._store.compare_set(self._key(*parts), _ABSENT, _ABSENT)  # writes nothing
-        return None if found == _ABSENT.encode() else bytes(found)
+        return _value(self._store, self._key(*parts))
 
     def _set(self, value: str, *parts: object) -> None:
         self._ask(lambda: self._store.set(self._key(*parts), value))
@@ -202,7 +270,7 @@ class FailureDetector:
         if not self._answers and time.monotonic() < self._again:
             return None
         try:
-            answer = within(_STORE, question)
+            answer = within(_STORE, question, look=self.attendance.look)
         except Exception:  # its host may be the one that died, or be cut off
             self._answers, self._again = False, time.monotonic() + _AGAIN
             return None
@@ -213,27 +281,34 @@ class FailureDetector:
         return "/".join(map(str, (self._place, *parts)))
 
 
-def _too_late(seen: dict[int, tuple[str, float]], deadline: float) -> list[int]:
-    """The ranks that came so late that the deadline of the first one had passed.
-
-    >>> _too_late({0: ("dispatch", 10.0), 1: ("dispatch", 11.2), 2: ("dispatch", 10.3)}, deadline=1.0)
-    [1]
-    """
-    first = min(came for _, came in seen.values())
-    in_time = first + deadline - min(_UNSURE, deadline / 3)
-    return sorted(rank for rank, (_, came) in seen.items() if came > in_time)
-
-
-def _different_phases(seen: dict[int, tuple[str, float]]) -> str:
+def _different_phases(phases: dict[int, str]) -> str:
     """A sentence that says in which phases the ranks wait; empty, if all wait in the same phase.
 
-    >>> _different_phases({1: ("combine", 0.0), 0: ("barrier", 0.0)})
+    >>> _different_phases({1: "combine", 0: "barrier"})
     'the ranks wait in different calls: rank 0 in barrier, rank 1 in combine'
     """
-    if len({phase for phase, _ in seen.values()}) == 1:
+    if len(set(phases.values())) == 1:
         return ""
-    where = ", ".join(f"rank {rank} in {phase}" for rank, (phase, _) in sorted(seen.items()))
+    where = ", ".join(f"rank {rank} in {phase}" for rank, phase in sorted(phases.items()))
     return f"the ranks wait in different calls: {where}"
+
+
+def underlying(store: Any) -> Any:
+    """The store itself, under the prefixes that torch gave it."""
+    while isinstance(store, _PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _note_of(host: str, pid: int) -> str:
+    """The key of the note that a process leaves."""
+    return f"tokenyard/has given up/{host}/{pid}"
+
+
+def _value(store: Any, key: str) -> bytes | None:
+    """The value of a key in a store, or None. The store's own `get` would wait for a key that does not exist."""
+    found = store.compare_set(key, _ABSENT, _ABSENT)  # writes nothing
+    return None if found == _ABSENT.encode() else bytes(found)
 
 
 def _lives(pid: int) -> bool:

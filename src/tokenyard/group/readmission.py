@@ -41,6 +41,7 @@ TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 _PAUSE = 0.02  # seconds between two looks for an invitation
+_NEXT_LOOK = 0.5  # seconds between two looks why ranks do not come to a meeting
 _ANSWER = 1.0  # seconds that the last of these looks may take
 _TAKEN = b"taken"
 
@@ -145,40 +146,55 @@ def meet(
     timeout: float,
     detector: FailureDetector,
     gone: Callable[[], dict[int, str]],
+    causes: Callable[[Sequence[int]], list[int]] = list,
     check: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
     """Make a gloo process group of the ranks that come to this meeting in the store, without torch's world group.
 
     All ranks must come within `seconds`, and then connect within `connecting` seconds. A rank that is known to have
     ended is an error at once: `gone` tells that before all have come, and afterwards the `detector` of the new group.
-    `check` is called meanwhile, and may raise to end the wait of this rank. `timeout` is that of gloo.
+    `causes` tells, of ranks that have not come, which ones are the cause: others may have given them up in another
+    group, and then never come. `check` is called meanwhile, and may raise to end the wait of this rank. `timeout` is
+    that of gloo.
 
     Torch's own `new_group` serves ranks of one world only, and a fresh process belongs to none.
     """
     started = time.monotonic()
 
-    def lost(who: Sequence[int], detail: str = "", *, ended: bool = False) -> PeerLost:
-        waited = time.monotonic() - started
-        return PeerLost(who, phase=phase, waited=waited, rank=rank, detail=detail, ended=ended)
+    def lost(who: Sequence[int], detail: str = "") -> PeerLost:
+        ended = {**gone(), **detector.ended()}
+        have_ended = bool(who) and all(one in ended for one in who)
+        return PeerLost(
+            who,
+            phase=phase,
+            waited=time.monotonic() - started,
+            rank=rank,
+            detail=ended[who[0]] if have_ended else detail,
+            ended=have_ended,
+        )
 
     def all_lost(detail: str) -> PeerLost:
         """The error that all ranks of the meeting raise, also those that are connected and wait for the others."""
-        who = detector.lost(phase=phase, waited=time.monotonic() - started)
-        ended = detector.ended()
-        if who and all(one in ended for one in who):
-            return lost(who, ended[who[0]], ended=True)
-        return lost(who, detail)
+        return lost(detector.lost(phase=phase, waited=time.monotonic() - started), detail)
+
+    def absent() -> list[int]:
+        return [other for other, key in enumerate(here) if not place.check([key])]
 
     # The meeting has its own connection to the store: gloo waits in it, while this process asks the store other things.
     place = _PrefixStore(f"tokenyard/{meeting}", store.clone())
     here = [f"here/{other}" for other in range(size)]
     place.set(here[rank], "")
+    next_look = started + _NEXT_LOOK
     while not place.check(here):
-        if ended := gone():
-            raise lost(list(ended), next(iter(ended.values())), ended=True)
+        if ended := list(gone()):
+            raise lost(detector.settle(causes(ended)))
         check()
-        if time.monotonic() - started > seconds:
-            raise lost([other for other, key in enumerate(here) if not place.check([key])])
+        now = time.monotonic()
+        if (too_long := now - started > seconds) or now > next_look:
+            next_look, missing = now + _NEXT_LOOK, absent()
+            found = causes(missing)
+            if missing and (too_long or found != missing):
+                raise lost(detector.settle(found))
         time.sleep(_PAUSE)
     detector.read()
 
@@ -303,10 +319,3 @@ def invited_at(address: str, rank: int, seconds: float) -> tuple[RejoinStore, In
             fix="pass what `group.address` says on a rank that is left, and look at the way to that host",
             rank=rank,
         ) from error
-
-
-def underlying(store: Any) -> Any:
-    """The store itself, under the prefixes that torch gave it."""
-    while isinstance(store, _PrefixStore):
-        store = store.underlying_store
-    return store

@@ -177,16 +177,23 @@ class Signals:
         return heard
 
     def _wait(self, ready: Callable[[], bool], mine: Announcement) -> None:
-        started, pause, tries = time.monotonic(), _SHORTEST_SLEEP, 0
-        next_look = _LOOK
+        started = looked = time.monotonic()
+        pause, tries = _SHORTEST_SLEEP, 0
+        self._group.look(waits=True)
         while not ready():
             if (tries := tries + 1) <= _YIELDS:
                 os.sched_yield()
                 continue
-            waited = time.monotonic() - started
-            lost = self.lost()
-            if not lost and waited > next_look:
-                next_look = waited + _LOOK
+            now = time.monotonic()
+            half = self._group.deadline / 2
+            if now - looked > max(
+                half, 2 * _LOOK
+            ):  # it was stopped: the others get half a deadline from now on
+                started = max(started, now - half)
+            waited, lost = now - started, self.lost()
+            if not lost and now - looked > _LOOK:
+                looked = now
+                self._group.look()
                 self._tell_in_other_plans(mine, self._missing(mine, range(self.world)))
                 lost = self._give_up(mine, self._group.gone())
             if not lost and waited > self._group.deadline:
@@ -195,6 +202,7 @@ class Signals:
                 raise self._group.lost(lost, phase=mine.phase.value, waited=waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_SLEEP)
+        self._group.look(waits=False)
         # If there is a verdict, other ranks have given up, in this round or before, and take no further part.
         if lost := self.lost():
             raise self._group.lost(lost, phase=mine.phase.value, waited=time.monotonic() - started)
