@@ -53,7 +53,7 @@ from tokenyard.group.process_ranks import _Processes
 from tokenyard.group.shared_memory import _mapping
 from tokenyard.group.threads import _Call
 from tokenyard.planning.agreement import agree_on_draft
-from tokenyard.planning.drafting import Draft, draft, draft_as_told
+from tokenyard.planning.drafting import Draft, draft, draft_ignoring_env
 from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.planner import Plan, plan, plan_draft
 from tokenyard.planning.rebalancing import Progress
@@ -352,7 +352,7 @@ LEFT_OUT = {
     },
     plan_draft: {"survive": False},
     agree_on_draft: {"survive": False},
-    draft_as_told: {"max_tokens": None, "max_rows": None, "sms": None, "renormalize_dropped": False},
+    draft_ignoring_env: {"max_tokens": None, "max_rows": None, "sms": None, "renormalize_dropped": False},
     Plan: {"survive": False},
     Plan.shrink: {"wait": True},
     Plan.grow: {"seconds": 60.0, "wait": True},

@@ -327,11 +327,11 @@ def test_the_first_cause_is_kept_and_a_plan_that_is_closed_says_so():
     causes = [ty.PeerLost([rank], phase="dispatch", waited=1.0) for rank in (1, 2)]
     for cause in causes:
         usability.break_by(cause)
-    assert isinstance(usability.ranks_parted(), ty.PlanBroken)
+    assert isinstance(usability.mark_broken_by_drift(), ty.PlanBroken)
     assert usability.broken_by is causes[0]
     assert isinstance(raised(usability.check), ty.PlanBroken)
     assert raised(usability.check_open) is None
-    parted.ranks_parted()
+    parted.mark_broken_by_drift()
     assert isinstance(parted.broken_by, ty.Drifted)
     usability.close()
     assert type(raised(usability.check)) is type(raised(usability.check_open)) is ty.HandleError

@@ -594,5 +594,5 @@ def test_a_small_combine_meets_the_others_itself():
 def test_a_rehearsal_changes_nothing():
     yard = VirtualRanks(make_exchange_spec(2, extra=EXTRA, wire="mxfp8", combine_wire="fp8_block128"))
     before = [buffer.clone() for buffer in yard.buffers]
-    yard.launchers[0].rehearse(yard.spec)
+    yard.launchers[0].launch_each_kernel(yard.spec)
     assert all(map(torch.equal, before, yard.buffers))

@@ -275,8 +275,12 @@ def test_between_gpus_the_class_that_waits_for_kernels_takes_the_place_of_hierar
         pass
 
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [HierarchicalTransport.on(cpu), Own.on(cpu), Own.on(gpu)] == [HierarchicalTransport, Own, Own]
-    assert HierarchicalTransport.on(gpu) is DeviceHierarchicalTransport
+    assert [HierarchicalTransport.for_device(cpu), Own.for_device(cpu), Own.for_device(gpu)] == [
+        HierarchicalTransport,
+        Own,
+        Own,
+    ]
+    assert HierarchicalTransport.for_device(gpu) is DeviceHierarchicalTransport
 
 
 # -- Counters ------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def grouped_kernel(kernel, groups, constants, others, source=GluonASTSource, war
     signature = {name: signature[name] for name in kernel.arg_names}
     check_compiled(kernel, source(kernel, signature, values, aligned), warps)
 
-def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleaved=False, plain=False, boxed=False):
+def specialized_kernel(bits, H, I, tile=128, transposed=(), activation=0, interleaved=False, plain=False, boxed=False):
     # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
     element, wide = ("fp8e4nv", 128) if bits == 8 else ("bf16", 64)
     descriptor = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
@@ -170,7 +170,8 @@ def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleave
     deep = tile < 128
     first = items.Product(
         inputs=H, outputs=I, experts=8, top_k=4, first=True, interleaved=interleaved, weighted=True,
-        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True, tile=tile, turned=turned,
+        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True, tile=tile,
+        transposed=transposed,
         step=128, deep=False, boxed=boxed)
     second = first._replace(
         inputs=I, outputs=H, first=False, interleaved=False, step=128 if deep else 256, deep=deep)

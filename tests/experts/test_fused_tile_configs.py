@@ -63,7 +63,7 @@ def test_tiles_of_specialized_warps(weights):
         rows_of_a_tile = [tiles.inner.tile for tiles in chosen]
         assert rows_of_a_tile == sorted(rows_of_a_tile)
         assert chosen[-1].specialized
-        # Batches of any size have these tiles, where bits must not depend on the batch: none of them is turned.
+        # Batches of any size have these tiles, where bits must not depend on the batch: none of them is transposed.
         assert chosen[-1].without_tails().inner.tail == 0
 
 

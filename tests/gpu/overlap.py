@@ -58,7 +58,7 @@ def shared_beside_the_exchange(group, sms):
         add, ahead = [] if before is None else [before()], beside is not None
         rows = exchange.encode(exchange_spec, x_TH)
         pending = exchange.start_dispatch(exchange_spec, rows, routes, ahead=ahead)
-        add += [exchange.beside(beside)] if ahead else []
+        add += [exchange.run_overlapped(beside)] if ahead else []
         arrival = pending.wait()
         result = arrival.received.results.placed()
         exchange.start_combine(arrival, result, out=out_TH, add=add, ahead=ahead).wait()
@@ -79,7 +79,7 @@ def shared_beside_the_exchange(group, sms):
         by_rank = group.gather_json(min(times[1:]))
         return max(by_rank)
 
-    exchange.beside(lambda: shared(1))  # memory and libraries, before a kernel waits
+    exchange.run_overlapped(lambda: shared(1))  # memory and libraries, before a kernel waits
     shared(1)
     torch.cuda.synchronize()
     group.barrier()

@@ -30,7 +30,7 @@ MOMENTS = [
 
 def mortal_exchange(group):
     """The exchange of a group on a GPU, with a rank that is struck when its moment comes."""
-    parent = SharedMemoryTransport.on(group.device)
+    parent = SharedMemoryTransport.for_device(group.device)
 
     class Mortal(parent):
         name = "mortal"

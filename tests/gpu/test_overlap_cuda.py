@@ -160,7 +160,7 @@ def captured(group, layer, sms):
         return [alone, first.finish(), second.finish()]
 
     with plan.fixed_shapes():
-        built.plan.exchange.beside(lambda: doubled(given[0][0]))
+        built.plan.exchange.run_overlapped(lambda: doubled(given[0][0]))
         run()
         plan.synchronize()
         group.barrier()

@@ -92,7 +92,7 @@ def test_10_000_replays_with_changing_routes_have_the_bits_of_the_twins(wire):
     exchange_spec = layer(wire)
     trip = RoundTrip(exchange_spec, "cuda")
     sets = [prepared(exchange_spec, seed, "cuda") for seed in range(SETS)]
-    trip.launcher.rehearse(exchange_spec)
+    trip.launcher.launch_each_kernel(exchange_spec)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     trip.load(sets[0][0])
     trip.go()
@@ -120,7 +120,7 @@ def test_two_runs_of_a_batch_leave_the_same_bits(wire):
     batch, _, _ = prepared(exchange_spec, 3, "cuda")
     runs = [RoundTrip(exchange_spec, "cuda") for _ in range(2)]
     for trip in runs:
-        trip.launcher.rehearse(exchange_spec)
+        trip.launcher.launch_each_kernel(exchange_spec)
         trip.load(batch)
         trip.go()
     torch.cuda.synchronize()

@@ -177,7 +177,7 @@ class Interrupted(BaseException):
     pass
 
 
-def interrupted_in_a_wait(group):
+def interrupted_in_a_wait(group, interrupted):
     group.barrier()
     if group.rank == 0:
 
@@ -188,14 +188,17 @@ def interrupted_in_a_wait(group):
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(Interrupted):
             group.barrier()
+        interrupted.touch()
         return str(raised(group.barrier))
-    time.sleep(1.0)
+    until = time.monotonic() + 15
+    while not interrupted.exists() and time.monotonic() < until:
+        time.sleep(0.01)
     return str(raised(group.barrier))
 
 
-def test_a_group_that_was_interrupted_in_a_wait_is_broken():
+def test_a_group_that_was_interrupted_in_a_wait_is_broken(tmp_path):
     """The others may have finished that collective: its next one would meet their next but one."""
-    first = ty.launch(2, interrupted_in_a_wait, ranks="processes", deadline=20)[0]
+    first = ty.launch(2, interrupted_in_a_wait, tmp_path / "interrupted", ranks="processes", deadline=20)[0]
     assert "is broken: Interrupted while this rank waited in barrier" in first
 
 

@@ -150,7 +150,7 @@ def vllm_finding(monkeypatch):
 def test_doctor_where_there_is_no_vllm(vllm_finding):
     (finding,) = vllm_finding(None).values()
     assert finding.absent
-    assert "pip install 'tokenyard[vllm]'" in finding.detail
+    assert "pip install '.[vllm]'" in finding.detail
 
 
 def test_doctor_says_what_the_plugin_would_do(vllm_finding):

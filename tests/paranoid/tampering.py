@@ -90,9 +90,9 @@ def damaging(exchange, out=None, back=None):
                 slots = self.workspace.combine(VICTIM, arrival.spec, arrival.region)
                 first = SOURCE * arrival.spec.max_tokens
                 back({name: slots[name][first : first + arrival.spec.max_tokens] for name in slots})
-                results.before_telling()
+                results.on_results_written()
 
-            return super().send_back(dataclasses.replace(results, before_telling=damage))
+            return super().send_back(dataclasses.replace(results, on_results_written=damage))
 
     class DamagedResults(Results):
         def write(self, packets_by_rank):

@@ -8,7 +8,7 @@ from docs.generate.pictures.svg import Drawing
 from tokenyard import LayerSpec, Routes
 from tokenyard.exchange import ExchangeSpec
 from tokenyard.exchange.workspace import RowLayout
-from tokenyard.planning.drafting import draft_as_told
+from tokenyard.planning.drafting import draft_ignoring_env
 
 SMALL = LayerSpec(
     name="moe", hidden_size=40, intermediate_size=8, num_experts=8, top_k=2, wire="mxfp8", max_tokens=1
@@ -24,7 +24,7 @@ _LEFT, _TOP = 48, 74
 
 def exchange_spec_of(spec: LayerSpec) -> ExchangeSpec:
     """What an exchange is told of a layer on four ranks."""
-    drafted = draft_as_told([spec], 4, exchange="two_sided", in_flight=1, paranoid=False, device=None)
+    drafted = draft_ignoring_env([spec], 4, exchange="two_sided", in_flight=1, paranoid=False, device=None)
     return drafted.wirings[0].exchange_spec
 
 

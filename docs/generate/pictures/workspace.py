@@ -9,7 +9,7 @@ from tokenyard import Draft, LayerSpec
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.one_sided.signals import control_bytes
 from tokenyard.exchange.workspace import WorkspaceLayout
-from tokenyard.planning.drafting import draft_as_told
+from tokenyard.planning.drafting import draft_ignoring_env
 from tokenyard.units import size
 
 WORLD, MAX_TOKENS = 8, 1024
@@ -23,7 +23,7 @@ _BAR = 40
 
 def planned() -> Draft:
     """What a plan of both layers would be."""
-    return draft_as_told(
+    return draft_ignoring_env(
         [BODY, HEAD],
         WORLD,
         exchange="one_sided",

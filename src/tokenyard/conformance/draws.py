@@ -134,7 +134,7 @@ def draw_case(
 
     for _ in range(_TRIES):
         case = draw()
-        carrier = resolve_exchange(case.exchange).on(torch.device(device))
+        carrier = resolve_exchange(case.exchange).for_device(torch.device(device))
         wired = wire_layer(case.spec(), index=0, world=case.world, exchange=carrier, max_tokens=None)
         if isinstance(wired, Wiring):
             return case

@@ -226,7 +226,7 @@ def terms_as_declared(trial: Trial) -> None:
     """A combine adds as many tensors as `most_terms` allows, each once, in their order, before the rounding."""
     spec, group = layer(dtype=torch.float32, payloads=()), trial.group
     made, mine = trial.plan(spec), trial.batch(layer(dtype=torch.float32, payloads=()), 4)
-    declared = trial.exchange.on(group.device).most_terms
+    declared = trial.exchange.for_device(group.device).most_terms
     for count in range(1, (4 if declared is None else declared) + 1):
         terms = [torch.full_like(mine.x_TH, 10.0**-power) for power in range(count)]
         flight = send(made, spec, mine)
@@ -284,7 +284,7 @@ def rows_bounded_as_declared(trial: Trial) -> None:
     """With `bounds_rows` a rank never receives more than `max_rows` at a time, and results are right; else refused."""
     spec, group = layer(), trial.group
     most = 2 * group.size
-    if not trial.exchange.on(group.device).bounds_rows:
+    if not trial.exchange.for_device(group.device).bounds_rows:
         must_raise(PlanError, trial.plan, spec, max_rows=most, when="a plan that bounds the rows of a pass")
         return
     made = trial.plan(spec, max_rows=most)
@@ -307,7 +307,7 @@ def rows_bounded_as_declared(trial: Trial) -> None:
 
 def paranoid_as_declared(trial: Trial) -> None:
     """A plan that watches itself raises no false alarm, and notices a received row that was changed."""
-    if trial.exchange.on(trial.group.device).watches(trial.group) is not None:
+    if trial.exchange.for_device(trial.group.device).watches(trial.group) is not None:
         must_raise(PlanError, trial.plan, layer(), paranoid=True, when="a plan that watches itself")
         return
     stack = CheckedLayers(trial, (layer(), layer("other", wire="mxfp8", hidden_size=90)), paranoid=True)

@@ -199,14 +199,14 @@ def all_data_after_errors(trial: Trial) -> None:
 
 def all_data_in_passes(trial: Trial) -> None:
     """So do batches that go in several passes (`max_rows`), where the exchange declares `bounds_rows`."""
-    if not trial.exchange.on(trial.group.device).bounds_rows:
+    if not trial.exchange.for_device(trial.group.device).bounds_rows:
         return  # `rows_bounded_as_declared` checks that a plan refuses it
     _check(trial, _call, "with a bound of the rows", max_rows=2 * trial.group.size)
 
 
 def all_data_watched(trial: Trial) -> None:
     """So do plans that watch themselves (`paranoid`) and find nothing wrong, where the exchange declares `watches`."""
-    if trial.exchange.on(trial.group.device).watches(trial.group) is not None:
+    if trial.exchange.for_device(trial.group.device).watches(trial.group) is not None:
         return  # `paranoid_as_declared` checks that a plan refuses it
     _check(trial, _call, "in a plan that watches itself", paranoid=True)
 

@@ -231,7 +231,7 @@ class Results:
     encoded: EncodedRows | None
     announcements: Announcements  # what this rank tells the others of them
     # Called by the transport when results are encoded and in their place, before it announces them.
-    before_telling: Callable[[], None] = _nothing
+    on_results_written: Callable[[], None] = _nothing
     # Checks the sums that relays make of results, in a paranoid plan.
     watch: SumWatch | None = None
     sum_ahead: SumAhead | None = None  # the sum to start now, if the caller computes meanwhile

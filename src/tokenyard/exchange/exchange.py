@@ -86,7 +86,7 @@ class Exchange:
         sms: int | None = None,
     ) -> None:
         self.group = group  # the ranks that exchange
-        chosen = transport.on(group.device)
+        chosen = transport.for_device(group.device)
         # What moves the bytes: in a paranoid plan a transport that checks what the chosen one moves.
         self.transport: Transport = (
             WatchedTransport(chosen, group, in_flight=in_flight)
@@ -187,12 +187,12 @@ class Exchange:
         """A context for one round trip of one layer: an error inside, on one rank, is raised on all ranks."""
         with self.in_use(layer=spec.layer, alone=True):
             trip = self.open_round_trip(spec)
-            with self.trips.telling(trip):
+            with self.trips.propagate_errors(trip):
                 yield trip
             self.trips.end(trip)
 
     def open_round_trip(self, spec: ExchangeSpec) -> RoundTrip:
-        """Open a round trip that is made in several calls: each inside of `trips.telling`; `trips.end` closes it."""
+        """Open a round trip of several calls, each inside of `trips.propagate_errors`; `trips.end` closes it."""
         return self.trips.add(RoundTrip(exchange=self, spec=spec))
 
     @by_one_thread
@@ -243,12 +243,12 @@ class Exchange:
         """
         return self.start_dispatch(spec, rows, routes, extra, ahead=False).wait()
 
-    def beside(self, job: Callable[[], Home]) -> Home:
+    def run_overlapped(self, job: Callable[[], Home]) -> Home:
         """Run a job that needs no received rows at the same time as the round trip that was started last.
 
         Its result may be used only as a term of the sum (`add` of the combine), which waits for it.
         """
-        return self.transport.beside(job)
+        return self.transport.run_overlapped(job)
 
     def dispatch_next(self, arrival: Arrival) -> Arrival:
         """Send more rows of a batch that was too large for one pass. Collective, as long as `arrival.has_more`."""

@@ -108,11 +108,11 @@ class HierarchicalTransport(Transport):
         return None if refused is None else replace(refused, value=cls.name)
 
     @classmethod
-    def on(cls, device: torch.device) -> type[Transport]:
+    def for_device(cls, device: torch.device) -> type[Transport]:
         return DeviceHierarchicalTransport if device.type == "cuda" and cls is HierarchicalTransport else cls
 
     @classmethod
-    def pays(cls, hosts: Sequence[str]) -> Reason | None:
+    def why_not_auto(cls, hosts: Sequence[str]) -> Reason | None:
         if len(set(hosts)) < len(hosts):
             return None
         why = "no two ranks share a host: hierarchical would send the rows of two_sided"
@@ -161,7 +161,7 @@ class HierarchicalTransport(Transport):
             here = self.group.subgroup(
                 self.hosts.ranks[self.host], name=f"{self.group.name}/host {self.host}"
             )
-            one_sided: Any = SharedMemoryTransport.on(self.group.device)
+            one_sided: Any = SharedMemoryTransport.for_device(self.group.device)
             self._inside = one_sided(here, in_flight=self.in_flight, guard=self.guard)
             self._mailbox = Mailbox(self.group)
             # One more: the choices of nobody.
@@ -369,7 +369,7 @@ class HierarchicalTransport(Transport):
         arrival = results.arrival
         if results.rows_RH is not None:
             self._place(arrival, results.rows_RH)
-        results.before_telling()
+        results.on_results_written()
         self.inside.mark(arrival.round)
 
         def finish() -> ResultsAtHome:

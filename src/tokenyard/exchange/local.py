@@ -49,7 +49,7 @@ class LocalTransport(Transport):
         assert results.encoded is not None
         # Detached: experts may return tensors that require a gradient, and results at home never do.
         payloads = {name: without_graph(payload) for name, payload in results.encoded.payloads.items()}
-        results.before_telling()
+        results.on_results_written()
 
         def meet() -> ResultsAtHome:
             results.announcements.all_met()

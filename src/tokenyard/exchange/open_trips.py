@@ -103,7 +103,7 @@ class OpenRoundTrips:
         return True
 
     def add(self, trip: RoundTrip) -> RoundTrip:
-        """Add a round trip that is made in several calls: each inside of `telling`; `end` removes it."""
+        """Add a round trip that is made in several calls: each inside of `propagate_errors`; `end` removes it."""
         self._open.append(trip)
         return trip
 
@@ -156,7 +156,7 @@ class OpenRoundTrips:
 
     # -- One error, all ranks ------------------------------------------------------------------------------
 
-    def telling(self, trip: RoundTrip) -> AbstractContextManager[None]:
+    def propagate_errors(self, trip: RoundTrip) -> AbstractContextManager[None]:
         """A context for a part of a round trip: an error inside, on one rank, ends all round trips, on all ranks."""
 
         def failed(error: BaseException) -> None:  # an interrupt is announced to the others, too

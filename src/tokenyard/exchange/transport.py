@@ -103,7 +103,7 @@ class Transport(ABC):
         return Reason(field="exchange", value=cls.name, why=why)
 
     @classmethod
-    def pays(cls, hosts: Sequence[str]) -> Reason | None:
+    def why_not_auto(cls, hosts: Sequence[str]) -> Reason | None:
         """None, or why `auto` passes this transport over for ranks on these hosts, though it reaches them."""
         return None
 
@@ -118,7 +118,7 @@ class Transport(ABC):
         return spec.nbytes
 
     @classmethod
-    def on(cls, device: torch.device) -> type[Transport]:
+    def for_device(cls, device: torch.device) -> type[Transport]:
         """The class that does the work where rows are on this kind of device."""
         return cls
 
@@ -196,7 +196,7 @@ class Transport(ABC):
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         """Return checked results to their source ranks."""
 
-    def beside(self, job: Callable[[], Term]) -> Term:
+    def run_overlapped(self, job: Callable[[], Term]) -> Term:
         """Run a job that needs no received rows at the same time as the round trip that was started last.
 
         Its result is a term of that round trip's sum, and nothing reads it before. By default the job runs at once.

@@ -42,7 +42,7 @@ class Usability:
         """Refuse all later calls, because a wait for the other ranks ended without an answer."""
         self.broken_by = self.broken_by or cause
 
-    def ranks_parted(self) -> PlanBroken:
+    def mark_broken_by_drift(self) -> PlanBroken:
         """Break the plan, because ranks met in different plans and their rounds are unknown; return the error."""
         cause = self.broken_by = self.broken_by or (
             Drifted(

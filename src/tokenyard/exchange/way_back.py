@@ -21,7 +21,7 @@ def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
     else:
         outgoing = Outgoing(mailbox, layout.stride, arrival.results_due, into=HOME)
         results.write(outgoing.packets_by_rank)
-    results.before_telling()
+    results.on_results_written()
     mine = replace(results.announcements.mine, counts=tuple(arrival.results_due))
     told = replace(results.announcements, say=lambda: mine)
     coming = outgoing.start(told, partial(_announced, arrival, mailbox.group.rank))

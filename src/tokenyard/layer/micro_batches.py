@@ -96,7 +96,7 @@ def _check_rows(layer: MoELayer, given: Mapping[str, Any]) -> None:
         for part in parts:
             if not (is_matrix(part) and len(part) == num_tokens) and (part is not None or name == "x_TH"):
                 exchange = layer.plan.exchange
-                with exchange.trips.telling(exchange.open_round_trip(layer.wiring.exchange_spec)):
+                with exchange.trips.propagate_errors(exchange.open_round_trip(layer.wiring.exchange_spec)):
                     raise InputError(
                         f"of a batch that is cut into parts, {name} is {describe(part)}",
                         expected="a matrix with a row for each token"

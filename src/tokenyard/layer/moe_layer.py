@@ -161,7 +161,7 @@ class MoELayer(nn.Module):
             shared = SharedExpertsCall(self.shared, self.plan.group, self.name)
         with exchange.in_use(layer=self.name, alone=True), shared or NO_CONTEXT:
             trip = self._open_trip(ahead=shared is not None and not shared.in_thread)
-            with exchange.trips.telling(trip):  # an error on one rank reaches all
+            with exchange.trips.propagate_errors(trip):  # an error on one rank reaches all
                 self._depart(trip, batch, shared)
                 trip.ahead = False
                 y_TH = trip.come_home()
@@ -203,7 +203,7 @@ class MoELayer(nn.Module):
 
     def _start(self, batch: Batch) -> RoundTrip:
         trip = self._open_trip(ahead=True)
-        with self.plan.exchange.trips.telling(trip):
+        with self.plan.exchange.trips.propagate_errors(trip):
             self._depart(trip, batch, self.shared)
         return trip
 
@@ -223,7 +223,7 @@ class MoELayer(nn.Module):
         run = self._send(trip, batch)
         terms: list[Tensor | Background[Tensor]] = [] if batch.add is None else [batch.add]
         if shared is not None:
-            terms.insert(0, self.plan.exchange.beside(partial(shared, batch.x_TH)))
+            terms.insert(0, self.plan.exchange.run_overlapped(partial(shared, batch.x_TH)))
         trip.advance = partial(_advance, trip, run, batch.out, terms)
 
     @outside_of_the_graph

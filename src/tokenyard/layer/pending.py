@@ -64,7 +64,7 @@ class PendingBatch:
         trip.ahead = ahead
         while not trip.is_sent_back:
             ready = trips.next_to_advance(trip)
-            with trips.telling(ready):
+            with trips.propagate_errors(ready):
                 assert ready.advance is not None  # `layer.start` has set it
                 ready.advance()
 
@@ -88,7 +88,7 @@ class PendingBatch:
         trips = self._layer.plan.exchange.trips
         self._compute(trip, ahead=False)
         self._is_finished = True
-        with trips.telling(trip):
+        with trips.propagate_errors(trip):
             y_TH = trip.combined().y_TH
         trips.end(trip)
         return y_TH

@@ -16,7 +16,7 @@ from tokenyard.errors import Alternative, PeerFailed, PlanError, PlanMismatch, R
 from tokenyard.exchange import EXCHANGES, Transport, number_hosts
 from tokenyard.group import Group
 from tokenyard.planning.choosing import choose_exchange
-from tokenyard.planning.drafting import Draft, draft_as_told
+from tokenyard.planning.drafting import Draft, draft_ignoring_env
 from tokenyard.version import __version__
 
 _log = logging.getLogger("tokenyard")
@@ -80,7 +80,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
     def refusal(exchange: type[Transport]) -> Reason | None:
         reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
         # The transport class for this group's kind of device may support less than the class that was named.
-        used = exchange.on(group.device)
+        used = exchange.for_device(group.device)
         if reason is None and drafted.sms is not None and not used.limits_sms:
             why = f"{used.name} on {group.device.type} launches no kernels whose multiprocessors could be bounded"
             reason = Reason(field="sms", value=drafted.sms, why=why)
@@ -88,10 +88,10 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
 
     if drafted.exchange_reason is not None:
         chosen, why = choose_exchange(
-            lambda exchange: refusal(exchange) or exchange.pays(hosts), group.size, group.device
+            lambda exchange: refusal(exchange) or exchange.why_not_auto(hosts), group.size, group.device
         )
         if chosen is not drafted.exchange:
-            drafted = draft_as_told(
+            drafted = draft_ignoring_env(
                 drafted.specs,
                 drafted.world,
                 exchange=chosen,

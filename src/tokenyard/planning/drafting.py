@@ -169,7 +169,7 @@ def draft(
     The other arguments are those of `plan`. `device` is where the rows of the ranks live; without it, it is not checked
     whether the experts run there.
     """
-    return draft_as_told(
+    return draft_ignoring_env(
         layers,
         world,
         exchange=os.environ.get(EXCHANGE_VARIABLE) or exchange,
@@ -182,7 +182,7 @@ def draft(
     )
 
 
-def draft_as_told(
+def draft_ignoring_env(
     layers: Sequence[LayerSpec],
     world: int,
     *,

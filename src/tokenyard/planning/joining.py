@@ -17,7 +17,7 @@ from typing import Any
 from tokenyard.errors import TokenyardError
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
-from tokenyard.planning.drafting import Draft, draft_as_told
+from tokenyard.planning.drafting import Draft, draft_ignoring_env
 from tokenyard.planning.moving import Carrier, held_by_all
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.rebalancing import HoldsExperts, Rebalance
@@ -121,7 +121,7 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
         def make() -> Draft:
             known = [_as_told(spec, tables) for spec in layers]
             exchange = exchange_named(told["exchange"], group.rank)
-            return draft_as_told(
+            return draft_ignoring_env(
                 known, group.size, exchange=exchange, device=group.device, **told["settings"]
             )
 

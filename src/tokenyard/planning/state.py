@@ -16,7 +16,7 @@ from tokenyard.errors import HandleError, unknown_name
 from tokenyard.exchange import Exchange
 from tokenyard.group import Group
 from tokenyard.planning.agreement import agree_on_draft
-from tokenyard.planning.drafting import Draft, draft_as_told
+from tokenyard.planning.drafting import Draft, draft_ignoring_env
 from tokenyard.planning.layer_kernels import record_experts
 from tokenyard.planning.rebalancing import HoldsExperts
 from tokenyard.planning.spec import LayerSpec
@@ -98,7 +98,7 @@ class PlanState:
         kept = {"exchange": self.draft.exchange, **self.draft.settings}
         return agree_on_draft(
             group,
-            lambda: draft_as_told(specs(), group.size, device=group.device, **(kept | changes)),
+            lambda: draft_ignoring_env(specs(), group.size, device=group.device, **(kept | changes)),
             survive=self.survive,
         )
 

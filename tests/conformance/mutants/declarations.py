@@ -62,4 +62,4 @@ class SaysItWatches(TwoSidedTransport):
     name = "says_it_watches"
 
     def send_back(self, results):
-        return super().send_back(dataclasses.replace(results, before_telling=lambda: None))
+        return super().send_back(dataclasses.replace(results, on_results_written=lambda: None))

@@ -202,7 +202,9 @@ class WatchedTransport(Transport):
         if encoded is not None:
             payloads = {**encoded.payloads, CHECKSUMS: self._checksums_back(arrival, encoded)}
             encoded = replace(encoded, payloads=payloads)
-        pending = self.inner.send_back(replace(results, encoded=encoded, before_telling=look, watch=watch))
+        pending = self.inner.send_back(
+            replace(results, encoded=encoded, on_results_written=look, watch=watch)
+        )
         return Pending(lambda: self._watched(arrival, pending.wait(), watch))
 
     def _checksums_back(self, arrival: Arrival, encoded: EncodedRows) -> Tensor:

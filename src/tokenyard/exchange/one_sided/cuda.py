@@ -92,7 +92,7 @@ class CudaTransport(Transport):
         self._graphs = CapturedGraphs()
         self._limit: int | None = None  # tokens of a rank inside `fixed_shapes(max_tokens)`
         self._is_fixed = False
-        # Rows and results travel on the first stream; jobs beside a whole round trip (`beside`) run on the second.
+        # Rows and results travel on the first stream; jobs that overlap with them (`run_overlapped`) run on the second.
         self._communication = SideStream(group.device, priority=-2, large_pieces=0)
         self._computation = SideStream(group.device, priority=-1, large_pieces=4)
         self._begun: Done | None = None  # the work of the caller's stream before rows were last sent
@@ -156,7 +156,7 @@ class CudaTransport(Transport):
 
     def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
         for spec in specs:
-            self.launcher.rehearse(spec)
+            self.launcher.launch_each_kernel(spec)
 
     def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]:
         slots = DispatchSlots(spec=spec, region=0, max_tokens=spec.max_tokens)
@@ -184,7 +184,7 @@ class CudaTransport(Transport):
         with self.group.patience(COMPILING):
             with self.launcher.on_device():
                 for spec in specs:
-                    self.launcher.rehearse(spec)
+                    self.launcher.launch_each_kernel(spec)
             self.group.wait_for_device()
             self.group.barrier(phase="loading kernels")
 
@@ -244,7 +244,7 @@ class CudaTransport(Transport):
         is_checked = not (is_captured or self._is_fixed)
         with self.launcher.on_device():
             rows = aligned(batch.rows.x_TH) if isinstance(batch.rows, UnencodedRows) else batch.rows
-            with self._way(batch.ahead) as done:
+            with self._phase_stream(batch.ahead) as done:
                 slots_TW = self.launcher.dispatch(
                     slots,
                     rows,
@@ -259,7 +259,7 @@ class CudaTransport(Transport):
         done.reads = rows
         return Pending(lambda: self._arrived(batch, slots, slots_TW, done, is_checked=is_checked))
 
-    def _way(self, ahead: bool) -> AbstractContextManager[Done]:
+    def _phase_stream(self, ahead: bool) -> AbstractContextManager[Done]:
         """A context that launches a phase: on a side stream if the caller computes meanwhile, else on its stream."""
         self._begun = None
         if not ahead:
@@ -268,7 +268,7 @@ class CudaTransport(Transport):
         self._begun.mark()
         return self._communication.fork(self._begun)
 
-    def beside(self, job: Callable[[], Term]) -> Term:
+    def run_overlapped(self, job: Callable[[], Term]) -> Term:
         with self.launcher.on_device(), self._computation.fork(self._begun) as self._computed:
             if self.sms is None:
                 return job()
@@ -352,7 +352,7 @@ class CudaTransport(Transport):
         just_placed = results.rows_RH is not None
         with self.launcher.on_device():
             out_TH = None if ahead is None else self._home(arrival, ahead)
-            with self._way(out_TH is not None) as done:
+            with self._phase_stream(out_TH is not None) as done:
                 if results.rows_RH is not None:
                     self.launcher.place(
                         slots_of(arrival),
@@ -360,7 +360,7 @@ class CudaTransport(Transport):
                         dense=arrival.way_back.is_checked and not arrival.way_back.in_slots,
                         places_N=choice_places(arrival.received) if arrival.spec.sums_choices else None,
                     )
-                results.before_telling()
+                results.on_results_written()
                 if ahead is not None and out_TH is not None:
                     self.sum(arrival, out_TH, ahead.add, just_placed=just_placed, ahead=True)
         return Pending(

@@ -1,8 +1,8 @@
-"""Launches the kernels, and loads them before (`rehearse`). Their arguments are described in `operands`.
+"""Launches the kernels of an exchange. Their arguments are described in `operands`.
 
 The number of tokens decides only the number of blocks: batches of all sizes launch the same compiled kernels. A
-dispatch is one launch for a short batch, and `assign`, `push` and `signal_and_wait` for a long one. `rehearse` loads
-the kernels of both before any kernel waits, because to load a kernel while another one spins can end in a deadlock.
+dispatch is one launch for a short batch, and `assign`, `push` and `signal_and_wait` for a long one.
+`launch_each_kernel` launches the kernels of both on nothing: to record them, and to load them before any kernel waits.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Launcher:
         """A context in which kernels are launched on the device of the workspace."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def rehearse(self, spec: ExchangeSpec) -> None:
-        """Compile and load every kernel that a layer's round trips can launch; nothing is moved."""
+    def launch_each_kernel(self, spec: ExchangeSpec) -> None:
+        """Launch every kernel that a layer's round trips can launch, once; nothing is moved."""
         slots = DispatchSlots(spec=spec, region=0, max_tokens=spec.max_tokens)
         x_TH = torch.zeros(1, spec.hidden_size, dtype=spec.dtype, device=self.device)
         ids_TK = torch.full((1, spec.top_k), -1, dtype=torch.int32, device=self.device)

@@ -88,7 +88,7 @@ class SharedMemoryTransport(Transport):
         return declarations.slot_bytes(spec)
 
     @classmethod
-    def on(cls, device: torch.device) -> type[Transport]:
+    def for_device(cls, device: torch.device) -> type[Transport]:
         if device.type != "cuda" or cls is not SharedMemoryTransport:
             return cls
         # Triton is needed only there.
@@ -229,7 +229,7 @@ class SharedMemoryTransport(Transport):
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         if results.encoded is not None:
             self.place(results.arrival, results.encoded)
-        results.before_telling()
+        results.on_results_written()
         self._tell(results.announcements)
 
         def pull() -> ResultsAtHome:
@@ -279,11 +279,11 @@ class SharedMemoryTransport(Transport):
         """Wait for the announcements of all ranks, and count the round, even if it fails. They are not checked yet."""
         signals = self.workspace.signals
         if signals.left:
-            raise announcements.announcer.usability.ranks_parted()
+            raise announcements.announcer.usability.mark_broken_by_drift()
         answers = signals.hear(announcements.mine)
         announcements.all_met()
         if any(other.plan != announcements.mine.plan for other in answers):
-            announcements.announcer.usability.ranks_parted()
+            announcements.announcer.usability.mark_broken_by_drift()
         return answers
 
     def _hear_counts(self, announcements: Announcements) -> Sequence[Announcement]:

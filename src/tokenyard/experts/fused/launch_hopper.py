@@ -38,9 +38,9 @@ from tokenyard.gpu_kernels import kernel_device, launch
 if TYPE_CHECKING:
     from tokenyard.experts.fused.kernels.packed import PackedProduct
 
-# By the most rows of a tile of `kernels.specialized`: the sizes of turned tiles, in rows, and the pipeline stages.
+# By the most rows of a tile of `kernels.specialized`: the sizes of transposed tiles, in rows, and the pipeline stages.
 # Larger tiles leave room in shared memory for fewer stages.
-TURNED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
+TRANSPOSED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
 
 
 def _processors(device: torch.device) -> int:
@@ -102,8 +102,8 @@ def launch_specialized(
 
     spec, max_tiles, config = call.spec, call.sorted.max_tiles, call.tile_configs.inner
     assert isinstance(config, TileConfig)
-    widths, stages = TURNED[config.tile]
-    turned = widths if config.tail or config.tile < 128 else ()
+    widths, stages = TRANSPOSED[config.tile]
+    transposed = widths if config.tail or config.tile < 128 else ()
     processors = _processors(rows.device)
     x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
     H, I, interleaved = spec.hidden_size, spec.intermediate_size, spec.activation.interleaved  # noqa: E741
@@ -113,7 +113,7 @@ def launch_specialized(
             inputs=H if is_first else I, outputs=I if is_first else H, experts=spec.num_local_experts, top_k=spec.top_k,
             first=is_first, interleaved=is_first and interleaved,
             weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize,
-            powers=bool(inner.held == fp8_split.POWER_CODES), tile=config.tile, turned=turned,
+            powers=bool(inner.held == fp8_split.POWER_CODES), tile=config.tile, transposed=transposed,
             step=128 if is_first or config.tile < 128 else 256, deep=not is_first and config.tile < 128,
             boxed=call.unit > 0, **activation,
         )

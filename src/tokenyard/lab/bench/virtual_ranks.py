@@ -111,7 +111,7 @@ class VirtualRanks:
         for rank, rows in enumerate(self._rows_by_rank()):
             launcher = self._launcher(rank, ranks=1)
             # A kernel that is loaded while another waits can end in a deadlock.
-            launcher.rehearse(self.exchange_spec)
+            launcher.launch_each_kernel(self.exchange_spec)
             launches.append(_LaunchStream(launcher, rows, torch.cuda.Stream(self.device)))
         torch.cuda.synchronize(self.device)
         return launches

@@ -160,20 +160,20 @@ def load_split(inner, place, is_row, block, WIDTH: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def split_dot(weights, high, low, TURNED: tl.constexpr, KIND: tl.constexpr):
-    """Weights times rows split in two: outputs × rows if TURNED, else rows × outputs.
+def split_dot(weights, high, low, TRANSPOSED: tl.constexpr, KIND: tl.constexpr):
+    """Weights times rows split in two: outputs × rows if TRANSPOSED, else rows × outputs.
 
     The low parts are added first, because for e4m3 the tensor cores keep fewer bits of a sum than float32 has.
     """
     if KIND == tl.float32:  # the interpreter
         weights, high, low = weights.to(KIND), high.to(KIND), low.to(KIND)
-        if TURNED:
+        if TRANSPOSED:
             part = tl.dot(weights, tl.trans(low), input_precision="ieee")
             return tl.dot(weights, tl.trans(high), part, input_precision="ieee")
         else:
             part = tl.dot(low, tl.trans(weights), input_precision="ieee")
             return tl.dot(high, tl.trans(weights), part, input_precision="ieee")
-    elif TURNED:
+    elif TRANSPOSED:
         return tl.dot(weights, tl.trans(high), tl.dot(weights, tl.trans(low)))
     elif high.shape[0] < 128:
         # In a chain of products, the compiler would give a narrow first one another layout over the warps.

@@ -3,8 +3,8 @@
 An item is a tile of rows × some of the outputs. The loading warps of a block take the next item from the counter while
 they load the data of the current one, and pass its number to the multiplying warps through shared memory.
 
-`take_item` and `hear_item` serve launches of one product. If a launch computes both products, the items of the second
-follow those of the first (`place_of`).
+`take_item` and `receive_item` serve launches of one product. If a launch computes both products, the items of the
+second follow those of the first (`place_of`).
 
 A counter per tile says how many items of the first product are stored (`count_item`). Before warps load the rows of a
 tile for the second product, they wait for this counter (`await_items`), and for nothing else. So blocks that find no
@@ -42,8 +42,8 @@ class Product(NamedTuple):
     alpha: float
     shift: float
     powers: bool  # whether scales between the products are powers of two
-    tile: int  # the most rows of a tile: 128, or fewer; then all tiles are turned
-    turned: tuple[int, ...]  # the rows of tiles that are turned: weights × rows
+    tile: int  # the most rows of a tile: 128, or fewer; then all tiles are transposed
+    transposed: tuple[int, ...]  # the rows of tiles that are transposed: weights × rows
     step: int  # outputs of an item: 128 columns (gate and up) in the first product, 128 or 256 in the second
     deep: bool  # whether a stage holds 128 outputs with twice the inputs, instead of 256 outputs
     boxed: bool  # whether the weights are held box by box (`fused.boxes`)
@@ -64,7 +64,7 @@ class Stages(NamedTuple):
     told: Any
     heard: Any
     stored: Any  # barriers that both groups have stored an item: a ring of two
-    largest: Any  # the largest magnitude of each row of a turned tile, by group: a ring of two
+    largest: Any  # the largest magnitude of each row of a transposed tile, by group: a ring of two
     found: Any
 
 
@@ -128,7 +128,7 @@ def take_item(routes, stages, slot, phase, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def hear_item(stages, slot, phase):
+def receive_item(stages, slot, phase):
     """Receive the item that `take_item` took."""
     mbarrier.wait(stages.told.index(slot), phase)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -138,7 +138,7 @@ def hear_item(stages, slot, phase):
 
 
 @gluon.jit
-def tell_item(stages, slot, phase, item, expert, start, count, column):
+def send_item(stages, slot, phase, item, expert, start, count, column):
     """Pass an item and its place to the multiplying warps."""
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     nth = gl.arange(0, 8, layout=NUMBERS)
@@ -167,18 +167,18 @@ def uniform(number):
 
 
 @gluon.jit
-def told_number(told, nth: gl.constexpr):
-    """One of the numbers that `tell_item` passed, none of which is below zero."""
+def received_number(told, nth: gl.constexpr):
+    """One of the numbers that `send_item` passed, none of which is below zero."""
     return uniform(gl.max(gl.where(gl.arange(0, 8, layout=told.type.layout) == nth, told, 0), axis=0))
 
 
 @gluon.jit
-def hear_place(stages, slot, phase):
-    """Receive the item, and its place, that `tell_item` passed."""
+def receive_place(stages, slot, phase):
+    """Receive the item, and its place, that `send_item` passed."""
     mbarrier.wait(stages.told.index(slot), phase)
     told = stages.items.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
-    item, expert, start = told_number(told, 0), told_number(told, 1), told_number(told, 2)
-    count, column = told_number(told, 3), told_number(told, 4)
+    item, expert, start = received_number(told, 0), received_number(told, 1), received_number(told, 2)
+    count, column = received_number(told, 3), received_number(told, 4)
     synchronize()
     mbarrier.arrive(stages.heard.index(slot))
     return item, expert, start, count, column

@@ -345,9 +345,9 @@ def tile_product(
                             after = after + (ampere.mma_v2(a, rows, acc[m]),)
                         else:
                             ab = gl.convert_layout(a, OPERAND1, assert_trivial=True) if b else a
-                            turned = buffers[(2 * d + c) * NB + b].permute((1, 0))
+                            transposed = buffers[(2 * d + c) * NB + b].permute((1, 0))
                             after = after + (
-                                hopper.warpgroup_mma(ab, turned, acc[m * NB + b], is_async=True),
+                                hopper.warpgroup_mma(ab, transposed, acc[m * NB + b], is_async=True),
                             )
                 acc = after
             held = held[4 * GROUPS :] + load_weights(

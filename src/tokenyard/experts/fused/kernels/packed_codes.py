@@ -31,8 +31,8 @@ from tokenyard.experts.fused.kernels.items import (
     count_item,
     enough_for,
     expert_counter,
-    hear_item,
     next_stage,
+    receive_item,
     synchronize,
     take_item,
     tile_counter,
@@ -185,8 +185,8 @@ def start_product(codes, stages, stage, FIRST: gl.constexpr, ROWS: gl.constexpr)
     """Start the product of a group's weights and ROWS rows of a stage, from row FIRST on."""
     MMA: gl.constexpr = product_layout(ROWS)
     own = gl.convert_layout(codes, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
-    turned = stages.rows.index(stage).slice(FIRST, ROWS).permute((1, 0))
-    return warpgroup_mma(own, turned, gl.zeros([64, ROWS], gl.float32, MMA), use_acc=False, is_async=True)
+    transposed = stages.rows.index(stage).slice(FIRST, ROWS).permute((1, 0))
+    return warpgroup_mma(own, transposed, gl.zeros([64, ROWS], gl.float32, MMA), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -270,7 +270,7 @@ def multiply_items(
                 )  # fmt: skip
         synchronize()
         mbarrier.arrive(stages.stored.index(slot))
-        item = hear_item(stages, slot, slot_phase)
+        item = receive_item(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
 
 

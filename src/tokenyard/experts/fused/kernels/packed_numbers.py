@@ -32,8 +32,8 @@ from tokenyard.experts.fused.kernels.items import (
     count_item,
     enough_for,
     expert_counter,
-    hear_item,
     next_stage,
+    receive_item,
     synchronize,
     take_item,
     tile_counter,
@@ -304,12 +304,12 @@ def multiply_tile(
             for m in gl.static_range(MINE * PARTS):
                 if m == n // 2 * PARTS:
                     a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND0)
-                    turned = part.slice(0, N0).permute((1, 0))
-                    after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
+                    transposed = part.slice(0, N0).permute((1, 0))
+                    after = after + (warpgroup_mma(a, transposed, sums[m], is_async=True),)
                 elif m // PARTS == n // 2:
                     a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND1)
-                    turned = part.slice(N0, N1).permute((1, 0))
-                    after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
+                    transposed = part.slice(N0, N1).permute((1, 0))
+                    after = after + (warpgroup_mma(a, transposed, sums[m], is_async=True),)
                 else:
                     after = after + (sums[m],)
             # After the first product there is no older one, but the wait also keeps later code from moving before it.
@@ -366,7 +366,7 @@ def multiply_items(
     slot_phase = gl.to_tensor(0)
     expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
     while item < items:
-        item = hear_item(stages, slot, slot_phase)
+        item = receive_item(stages, slot, slot_phase)
         next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
         passes = gl.to_tensor(False)
         if not ALWAYS:

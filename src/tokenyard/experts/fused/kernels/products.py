@@ -1,4 +1,4 @@
-"""Both products of an expert as outputs × rows (turned), so that a tile of few rows is narrow and wastes nothing.
+"""Both products of an expert as outputs × rows (transposed), so that a tile of few rows is narrow and wastes nothing.
 
     inner  = activation(W13 · x + b13)            rows gathered by index, gate and up in one tile
     result = weight · (W2 · inner + b2)           into `out`, or into `partial_sums` for the sum over a row's experts

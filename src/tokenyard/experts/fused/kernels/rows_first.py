@@ -1,8 +1,8 @@
 """The first product for many rows, as rows × outputs, with separate sums for gate and up.
 
-In a turned product (`products`) a thread has many rows of a tile in its registers, and would need the scale of each.
-Here it has a few rows and many outputs, which share a scale. Blocks of e4m3 with their scales therefore leave room for
-a tile of 128 rows × 256 outputs, and the larger the tile, the less is read from the level-2 cache.
+In a transposed product (`products`) a thread has many rows of a tile in its registers, and would need the scale of
+each. Here it has a few rows and many outputs, which share a scale. Blocks of e4m3 with their scales leave room
+for a tile of 128 rows × 256 outputs, and the larger the tile, the less is read from the level-2 cache.
 """
 
 from __future__ import annotations

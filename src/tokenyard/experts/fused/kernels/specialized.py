@@ -2,8 +2,8 @@
 
 Four of a block's twelve warps load (`specialized_loads`), and two groups of four multiply. A tile of many rows is
 multiplied as rows × outputs: each group has 64 rows × 256 outputs (`wide_codes`, `wide_numbers`). A tile of few rows is
-turned, weights × rows: each group has 64 + 64 outputs × all rows (`turned_codes`, `turned_numbers`), which takes less
-time than loading the weights from memory.
+transposed, weights × rows: each group has 64 + 64 outputs × all rows (`transposed_codes`, `transposed_numbers`), which
+takes less time than loading the weights from memory.
 
 - For e4m3 the tensor cores keep fewer bits of a sum than float32 has, so the scaled products of each 128 inputs are
   added in float32. While one group adds, the other multiplies, and no barrier synchronizes the two.
@@ -39,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenyard.experts.fused.kernels.items import (
     Stages,
     columns_of,
-    hear_place,
     next_stage,
+    receive_place,
     synchronize,
 )
 from tokenyard.experts.fused.kernels.packed import depends
@@ -58,8 +58,8 @@ def add_scaled(part, scale, acc):
 
 
 @gluon.jit
-def turned_operands(stages, stage, GROUP: gl.constexpr, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
-    """The operands of a turned tile: a group's 64 + 64 lines of a stage's weights, and the transposed rows of each."""
+def transposed_operands(stages, stage, GROUP: gl.constexpr, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
+    """The operands of a transposed tile: a group's 64 + 64 lines of a stage's weights, transposed rows of each."""
     low = stages.weights.index(stage).slice(GROUP * 64, 64)
     high = stages.weights.index(stage).slice(128 + GROUP * 64, 64)
     near = stages.rows0.index(stage).slice(0, ROWS).permute((1, 0))
@@ -70,10 +70,10 @@ def turned_operands(stages, stage, GROUP: gl.constexpr, PRODUCT: gl.constexpr, R
 
 
 @gluon.jit
-def turned_codes(
+def transposed_codes(
     stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
 ):
-    """A group's two sums `[rows, 64]` of a turned tile of e4m3; in a deep product both are the same sum."""
+    """A group's two sums `[rows, 64]` of a transposed tile of e4m3; in a deep product both are the same sum."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     BY_LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
     NEAR: gl.constexpr = min(PRODUCT.tile, 64)
@@ -85,7 +85,7 @@ def turned_codes(
         mbarrier.wait(stages.full.index(stage), phase)
         if PRODUCT.first:
             fence_async_shared()
-        low, high, near, far = turned_operands(stages, stage, GROUP, PRODUCT, ROWS)
+        low, high, near, far = transposed_operands(stages, stage, GROUP, PRODUCT, ROWS)
         token0 = warpgroup_mma(low, near, nothing, use_acc=False, is_async=True)
         mbarrier.wait(stages.full1.index(stage), phase)
         token1 = warpgroup_mma(high, far, nothing, use_acc=False, is_async=True)
@@ -106,10 +106,10 @@ def turned_codes(
 
 
 @gluon.jit
-def turned_numbers(
+def transposed_numbers(
     stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
 ):
-    """A group's two sums `[rows, 64]` of a turned tile of 16-bit numbers; in a deep product both are the same sum."""
+    """A group's two sums `[rows, 64]` of a transposed tile of 16-bit numbers; if deep, both are the same sum."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     BLOCKS: gl.constexpr = (PRODUCT.inputs + 63) // 64
     acc0 = gl.zeros([64, ROWS], gl.float32, SUMS)
@@ -118,7 +118,7 @@ def turned_numbers(
         mbarrier.wait(stages.full.index(stage), phase)
         if PRODUCT.first:
             fence_async_shared()
-        low, high, near, far = turned_operands(stages, stage, GROUP, PRODUCT, ROWS)
+        low, high, near, far = transposed_operands(stages, stage, GROUP, PRODUCT, ROWS)
         acc0 = warpgroup_mma(low, near, acc0, is_async=True)
         if PRODUCT.deep:
             acc0 = warpgroup_mma(high, far, acc0, is_async=True)
@@ -192,8 +192,8 @@ def wide_numbers(
                 own = rows.index(stage).load(gl.DotOperandLayout(0, SUMS, 2))
             else:
                 own = rows.index(stage)
-            turned = stages.weights.index(stage).permute((1, 0))
-            acc = warpgroup_mma(own, turned, acc, is_async=True)
+            transposed = stages.weights.index(stage).permute((1, 0))
+            acc = warpgroup_mma(own, transposed, acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(stages.empty.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
@@ -209,14 +209,16 @@ def wide_numbers(
 @gluon.jit
 def multiply_item(
     rows, weights, routes, results, stages, expert, start, count, column, stage, phase, turn,
-    turned: gl.constexpr, wide: gl.constexpr, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
+    transposed: gl.constexpr, wide: gl.constexpr, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute and store one group's part of an item: 64 rows × 256 outputs, or few rows × 128 outputs."""
-    MOST: gl.constexpr = PRODUCT.turned[-1] if len(PRODUCT.turned) else 0
-    for n in gl.static_range(len(PRODUCT.turned)):
-        if (count <= PRODUCT.turned[n]) & (count > (PRODUCT.turned[n - 1] if n else 0)):
-            homes = homes_of(start, count, routes, results, PRODUCT, PRODUCT.turned[n])
-            acc0, acc1, stage, phase = turned(stages, stage, phase, GROUP, PRODUCT, STAGES, PRODUCT.turned[n])
+    MOST: gl.constexpr = PRODUCT.transposed[-1] if len(PRODUCT.transposed) else 0
+    for n in gl.static_range(len(PRODUCT.transposed)):
+        if (count <= PRODUCT.transposed[n]) & (count > (PRODUCT.transposed[n - 1] if n else 0)):
+            homes = homes_of(start, count, routes, results, PRODUCT, PRODUCT.transposed[n])
+            acc0, acc1, stage, phase = transposed(
+                stages, stage, phase, GROUP, PRODUCT, STAGES, PRODUCT.transposed[n]
+            )
             store_tile(
                 acc0, acc1, expert, start, count, column, turn, homes,
                 weights, routes, results, stages, GROUP, PRODUCT,
@@ -236,7 +238,7 @@ def multiply_item(
 
 @gluon.jit
 def multiply_items(
-    rows, weights13, weights2, routes, results, stages, turned: gl.constexpr, wide: gl.constexpr,
+    rows, weights13, weights2, routes, results, stages, transposed: gl.constexpr, wide: gl.constexpr,
     GROUP: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute and store one group's part of every item of this block."""
@@ -244,25 +246,25 @@ def multiply_items(
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)  # how many tiles of the first product were turned
+    turn = gl.to_tensor(0)  # how many tiles of the first product were transposed
     tiles = gl.load(routes.how_many)
     items = tiles * (columns_of(FIRST) + columns_of(SECOND))
-    item, expert, start, count, column = hear_place(stages, slot, slot_phase)
+    item, expert, start, count, column = receive_place(stages, slot, slot_phase)
     while item < items:
         if item < tiles * columns_of(FIRST):
             stage, phase, turn = multiply_item(
                 rows, weights13, routes, results, stages, expert, start, count, column, stage, phase, turn,
-                turned, wide, GROUP, FIRST, STAGES,
+                transposed, wide, GROUP, FIRST, STAGES,
             )  # fmt: skip
         else:
             stage, phase, turn = multiply_item(
                 rows, weights2, routes, results, stages, expert, start, count, column, stage, phase, turn,
-                turned, wide, GROUP, SECOND, STAGES,
+                transposed, wide, GROUP, SECOND, STAGES,
             )  # fmt: skip
         synchronize()
         mbarrier.arrive(stages.stored.index(slot))
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        item, expert, start, count, column = hear_place(stages, slot, slot_phase)
+        item, expert, start, count, column = receive_place(stages, slot, slot_phase)
 
 
 @gluon.jit(do_not_specialize=["routes"])
@@ -311,11 +313,11 @@ def specialized_products(
     if EARLY:
         depends("wait")
         depends("launch_dependents")
-    turned: gl.constexpr = turned_codes if SCALED else turned_numbers
+    few: gl.constexpr = transposed_codes if SCALED else transposed_numbers
     wide: gl.constexpr = wide_codes if SCALED else wide_numbers
     gl.warp_specialize([
-        (multiply_items, (near, weights13, weights2, routes, results, stages, turned, wide, 0, FIRST, SECOND, STAGES)),
-        (multiply_items, (far, weights13, weights2, routes, results, stages, turned, wide, 1, FIRST, SECOND, STAGES)),
+        (multiply_items, (near, weights13, weights2, routes, results, stages, few, wide, 0, FIRST, SECOND, STAGES)),
+        (multiply_items, (far, weights13, weights2, routes, results, stages, few, wide, 1, FIRST, SECOND, STAGES)),
         (load_items, (inner_descriptor, w13_descriptor, w2_descriptor, rows, between, weights13, weights2, routes,
                       stages, FIRST, SECOND, STAGES)),
     ], [4, 4], [232, 40] if TILE == 128 else [200, 104])  # fmt: skip

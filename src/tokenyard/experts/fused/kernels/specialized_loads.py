@@ -18,7 +18,7 @@ from tokenyard.experts.fused.kernels.items import (
     count_item,
     next_stage,
     place_of,
-    tell_item,
+    send_item,
     tile_counter,
     uniform,
 )
@@ -203,7 +203,7 @@ def load_item(
     if PRODUCT.first and BLOCKS <= STAGES:
         if uncounted >= 0:
             count_item(routes, stages, uncounted, slot, slot_phase)
-    tell_item(stages, slot, slot_phase, item, next_expert, next_start, next_count, next_column)
+    send_item(stages, slot, slot_phase, item, next_expert, next_start, next_count, next_column)
     return item, next_expert, next_start, next_count, next_column, next_tile, stage, phase
 
 
@@ -223,7 +223,7 @@ def load_items(
     # an item of one that does not run yet.
     item = uniform(gl.atomic_add(routes.how_many + 1, 1, sem="relaxed"))
     expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
-    tell_item(stages, slot, slot_phase, item, expert, start, count, column)
+    send_item(stages, slot, slot_phase, item, expert, start, count, column)
     slot, slot_phase = next_stage(slot, slot_phase, 2)
     uncounted = gl.to_tensor(-1)
     while item < items:

@@ -1,6 +1,6 @@
 """The stores of `kernels.specialized`: sums are activated, quantized and stored, or delivered as results.
 
-A sum of a group is 64 rows × 128 outputs, or, in a turned tile, its few rows × 64 outputs.
+A sum of a group is 64 rows × 128 outputs, or, in a transposed tile, its few rows × 64 outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def largest_of(value):
 
 @gluon.jit
 def largest_of_both(largest, stages, turn, GROUP: gl.constexpr):
-    """The larger of both groups' `largest` for each row of their `turn`-th turned tile."""
+    """The larger of both groups' `largest` for each row of their `turn`-th transposed tile."""
     ROWS: gl.constexpr = largest.shape[0]
     slot = turn % 2
     stages.largest.index(2 * slot + GROUP).slice(0, ROWS).store(largest)
@@ -77,7 +77,7 @@ def store_activated(
 ):  # fmt: skip
     """Activate rows × 128 columns of the first product, and store them in `inner`, as codes or numbers.
 
-    In a turned tile each group has 64 of the columns.
+    In a transposed tile each group has 64 of the columns.
     """
     OUTPUTS: gl.constexpr = PRODUCT.outputs
     ROWS: gl.constexpr = gate.shape[0]
@@ -194,7 +194,7 @@ def store_tile(
     sums0, sums1, expert, start, left_over, column, turn, homes, weights, routes, results, stages,
     GROUP: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Activate or deliver two sums: of some rows × (128 + 128) outputs, or, in a turned tile, 64 + 64 outputs."""
+    """Activate or deliver two sums: of some rows × (128 + 128) outputs, or, in a transposed tile, 64 + 64 outputs."""
     if PRODUCT.first:
         store_activated(
             sums0,
