@@ -234,7 +234,9 @@ def _vllm() -> Iterator[Finding]:
     from tokenyard.integrations.vllm.plugin import installed_version
 
     version = installed_version()
-    yield _here_or_absent("vLLM", "vllm", version, "not installed: pip install '.[vllm]' in a clone of tokenyard")
+    yield _here_or_absent(
+        "vLLM", "vllm", version, "not installed: pip install '.[vllm]' in a clone of tokenyard"
+    )
     if version is None:
         return
     ok, detail = _plugin(version)
