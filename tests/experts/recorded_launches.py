@@ -12,8 +12,6 @@ import os
 import random
 import sys
 
-os.environ.pop("TRITON_INTERPRET", None)
-
 import torch
 import triton
 from triton.runtime import driver

@@ -52,9 +52,11 @@ def outside_of_the_graph(method: Method) -> Method:
     @wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            from tokenyard.layer.graph_break import outside  # loads the compiler, which takes a second
+            from tokenyard.layer import graph_break  # loads the compiler, which takes a second
 
-            return outside(method)(*arguments, **options)
+            if method.__name__ == "unreduced":
+                return graph_break.call_unreduced(method, *arguments, **options)
+            return graph_break.call_start(method, *arguments, **options)
         return method(*arguments, **options)
 
     return cast(Method, call)
