@@ -243,7 +243,7 @@ from dataclasses import asdict
 from tokenyard.lab.bench import dispatch_cells
 from tokenyard.lab.bench import dispatch_cuda as bench
 from tokenyard.lab.bench.shapes import Shape
-from tokenyard.exchange.one_sided.launch import Launcher
+from tokenyard.exchange.transports.one_sided.cuda.launch import Launcher
 
 runs = []
 def clock(works):

@@ -19,6 +19,9 @@ from tokenyard.checkpoints.header import DTYPES
 from tokenyard.checkpoints.layers import QUANTIZED_LAYOUTS
 from tokenyard.checkpoints.layout import PLAIN_LAYOUTS, Layout, PlainLayout
 from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4
+from tokenyard.elastic.expert_moves import ExpertMoves
+from tokenyard.elastic.rebalancing import Progress
+from tokenyard.elastic.recovery import Recovery
 from tokenyard.exchange import (
     AllgatherTransport,
     Exchange,
@@ -32,15 +35,15 @@ from tokenyard.exchange import (
 from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.batch import Batch
 from tokenyard.exchange.checks import check_batch
-from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport
 from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
-from tokenyard.exchange.messages import Outgoing
-from tokenyard.exchange.one_sided.control import Trouble
-from tokenyard.exchange.one_sided.declarations import layout_for, reaches
-from tokenyard.exchange.one_sided.signals import Signals
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.transports.hierarchical import DeviceHierarchicalTransport
+from tokenyard.exchange.transports.messages import Outgoing
+from tokenyard.exchange.transports.one_sided.cpu.signals import Signals
+from tokenyard.exchange.transports.one_sided.cuda.control import Trouble
+from tokenyard.exchange.transports.one_sided.declarations import layout_for, reaches
 from tokenyard.exchange.usability import Usability
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts, ReferenceExperts, SelfRoutingExperts
@@ -54,10 +57,7 @@ from tokenyard.group.shared_memory import _mapping
 from tokenyard.group.threads import _Call
 from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft, draft_ignoring_env
-from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.planner import Plan, plan, plan_draft
-from tokenyard.planning.rebalancing import Progress
-from tokenyard.planning.recovery import Recovery
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.state import WholePlan
 from tokenyard.routing import ROUTERS, Placement, Router, Routes
@@ -75,8 +75,8 @@ LIMITS = {
     "checkpoints.layers._MOST_EXPERTS": 65_536,
     "checkpoints.writer.LARGEST_FILE": 5_000_000_000,
     "checkpoints.writer._AT_ONCE": 1_073_741_824,
-    "exchange.one_sided.control.MOST_RANKS": 63,
-    "exchange.messages._PAGE": 4096,
+    "exchange.transports.one_sided.cuda.control.MOST_RANKS": 63,
+    "exchange.transports.messages._PAGE": 4096,
     "exchange.reduce.NARROWEST_LINE": 512,
     "experts.grouped.GROUPED_MM_ALIGNMENT": 16,
     "experts.slots._ALIGNMENT": 64,
@@ -93,8 +93,8 @@ LIMITS = {
     "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.draft_text._MOST_LINKS": 6,
-    "planning.move_under_way.CALLS_BETWEEN_QUESTIONS": 16,
-    "planning.moving.PIECE": 16_777_216,
+    "elastic.move_under_way.CALLS_BETWEEN_QUESTIONS": 16,
+    "elastic.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
     "routing.placement.MOST_RANKS": 65_536,
@@ -111,20 +111,20 @@ PROTOCOL = {
     "exchange.integrity.workspace_guards.GUARD": 165,
     "exchange.integrity.workspace_guards.GUARD_BYTES": 1024,
     "exchange.integrity.workspace_guards.POISON": 255,
-    "exchange.one_sided.control.DEPARTURE": -(2**63),
-    "exchange.one_sided.control.FLAGS": 16,
-    "exchange.one_sided.control.LEFT": 6,
-    "exchange.one_sided.control.ROWS_ALIGNMENT": 1024,
-    "exchange.one_sided.control.STATUS": 8,
-    "exchange.one_sided.control.STATUS_WORDS": 4,
-    "exchange.one_sided.control.TEXT_BYTES": 512,
-    "exchange.one_sided.control.WORD": 8,
-    "exchange.one_sided.signals._DEPARTURE": 2,
-    "exchange.one_sided.signals._LINE": 128,
-    "exchange.one_sided.signals._LOSS": 1,
-    "exchange.one_sided.signals._MAIL": 640,
-    "exchange.one_sided.signals._MARK": 2,
-    "exchange.one_sided.signals._TURNS": 2,
+    "exchange.transports.one_sided.cuda.control.DEPARTURE": -(2**63),
+    "exchange.transports.one_sided.cuda.control.FLAGS": 16,
+    "exchange.transports.one_sided.cuda.control.LEFT": 6,
+    "exchange.transports.one_sided.cuda.control.ROWS_ALIGNMENT": 1024,
+    "exchange.transports.one_sided.cuda.control.STATUS": 8,
+    "exchange.transports.one_sided.cuda.control.STATUS_WORDS": 4,
+    "exchange.transports.one_sided.cuda.control.TEXT_BYTES": 512,
+    "exchange.transports.one_sided.cuda.control.WORD": 8,
+    "exchange.transports.one_sided.cpu.signals._DEPARTURE": 2,
+    "exchange.transports.one_sided.cpu.signals._LINE": 128,
+    "exchange.transports.one_sided.cpu.signals._LOSS": 1,
+    "exchange.transports.one_sided.cpu.signals._MAIL": 640,
+    "exchange.transports.one_sided.cpu.signals._MARK": 2,
+    "exchange.transports.one_sided.cpu.signals._TURNS": 2,
     "exchange.spec.CHECKSUM_HEAD": 3,
     "exchange.workspace.ALIGNMENT": 16,
     "exchange.workspace.REGION_ALIGNMENT": 128,

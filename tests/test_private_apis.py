@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tokenyard
-from tokenyard.exchange.one_sided import graphs
+from tokenyard.exchange.transports.one_sided.cuda import graphs
 
 SOURCE = Path(tokenyard.__file__).parent
 

@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.models import spec
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.signals import control_bytes, flag
+from tokenyard.exchange.transports.one_sided.cpu.signals import control_bytes, flag
 from tokenyard.exchange.workspace import (
     REGION_ALIGNMENT,
     RowLayout,

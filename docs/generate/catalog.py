@@ -29,7 +29,7 @@ PAGES = (
                 *("LayerSpec", "plan", "Plan", "join_plan", "MoELayer", "PendingBatch", "overlapped"),
                 *("draft", "Draft", "Wiring", "Duty", "Party", "__version__"),
             ),
-            "tokenyard.planning.rebalancing": ("Rebalance",),
+            "tokenyard.elastic.rebalancing": ("Rebalance",),
             "tokenyard.exchange.stats": ("LayerStats", "MoveStats"),
         },
     ),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tokenyard.checkpoints import open_together as open_together
     from tokenyard.duties import Duty as Duty
     from tokenyard.duties import Party as Party
+    from tokenyard.elastic.joining import join_plan as join_plan
     from tokenyard.errors import CheckpointError as CheckpointError
     from tokenyard.errors import ConcurrentUse as ConcurrentUse
     from tokenyard.errors import ContractError as ContractError
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from tokenyard.layer import overlapped as overlapped
     from tokenyard.planning.drafting import Draft as Draft
     from tokenyard.planning.drafting import draft as draft
-    from tokenyard.planning.joining import join_plan as join_plan
     from tokenyard.planning.planner import Plan as Plan
     from tokenyard.planning.planner import plan as plan
     from tokenyard.planning.spec import LayerSpec as LayerSpec
@@ -97,7 +97,7 @@ _HOMES = {
     "group": "Disagreement DistributedGroup Group ThreadGroup launch rejoin thread_groups",
     "layer": "MoELayer PendingBatch overlapped",
     "planning.drafting": "Draft draft",
-    "planning.joining": "join_plan",
+    "elastic.joining": "join_plan",
     "planning.planner": "Plan plan",
     "routing": "GroupedSigmoidRouter Placement Router Routes SoftmaxRouter SqrtSoftplusRouter TopLogitsRouter",
     "rows": "CombinedRows ExpertRows RankRows ReceivedRows UnfinalizedRows",

@@ -9,13 +9,13 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
+from tokenyard.elastic import expert_moves, move_under_way, moving
+from tokenyard.elastic.expert_moves import ExpertMoves, _Autobalance, _together
+from tokenyard.elastic.move_under_way import CALLS_BETWEEN_QUESTIONS
+from tokenyard.elastic.moving import HeldExperts, Parcel, steps, streams, width
+from tokenyard.elastic.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts.slots import ExpertSlots
-from tokenyard.planning import expert_moves, move_under_way, moving
-from tokenyard.planning.expert_moves import ExpertMoves, _Autobalance, _together
-from tokenyard.planning.move_under_way import CALLS_BETWEEN_QUESTIONS
-from tokenyard.planning.moving import HeldExperts, Parcel, steps, streams, width
-from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.planning.state import WholePlan
 from tokenyard.routing import Move
 

@@ -7,12 +7,12 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.elastic import moving
+from tokenyard.elastic.move_under_way import CALLS_BETWEEN_QUESTIONS, MoveUnderWay
+from tokenyard.elastic.rebalancing import Progress
 from tokenyard.exchange.announcement import ignore_notices
 from tokenyard.experts import ReferenceExperts
 from tokenyard.experts.slots import with_spare_slots
-from tokenyard.planning import moving
-from tokenyard.planning.move_under_way import CALLS_BETWEEN_QUESTIONS, MoveUnderWay
-from tokenyard.planning.rebalancing import Progress
 from tokenyard.routing import balance, imbalance, rank_loads
 
 

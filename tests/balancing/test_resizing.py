@@ -8,8 +8,8 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.planning import moving, resizing
-from tokenyard.planning.resizing import placement_with, placement_without
+from tokenyard.elastic import moving, resizing
+from tokenyard.elastic.resizing import placement_with, placement_without
 
 SECONDS = 20.0  # in which fresh ranks come
 

@@ -10,11 +10,11 @@ import pytest
 
 import tokenyard as ty
 from tests.models import raised, spec
-from tokenyard.planning import joining, resizing
-from tokenyard.planning.joining import Joining
-from tokenyard.planning.moving import not_held
-from tokenyard.planning.rebalancing import Progress, Rebalance
-from tokenyard.planning.resizing import GO, STAY, NextGroup, StayCheck, check_grown
+from tokenyard.elastic import joining, resizing
+from tokenyard.elastic.joining import Joining
+from tokenyard.elastic.moving import not_held
+from tokenyard.elastic.rebalancing import Progress, Rebalance
+from tokenyard.elastic.resizing import GO, STAY, NextGroup, StayCheck, check_grown
 
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
 

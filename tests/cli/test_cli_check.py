@@ -209,7 +209,7 @@ PARTS = "tests.cli.unfinished"
         ),
         (
             ["--experts", "tokenyard.exchange:TwoSidedTransport"],
-            "the experts is <class 'tokenyard.exchange.two_sided.TwoSidedTransport'>",
+            "the experts is <class 'tokenyard.exchange.transports.two_sided.TwoSidedTransport'>",
             "a name, or a class that derives from Experts",
             "derive TwoSidedTransport from Experts",
         ),

@@ -8,7 +8,7 @@ from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, histogram, is_large
 from tokenyard.conformance.suites import check_cases
 from tokenyard.errors import InputError, Reason
-from tokenyard.exchange.one_sided.cuda import CudaTransport
+from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.experts import ACTIVATIONS
 from tokenyard.formats import WEIGHT_FORMATS
 

@@ -3,7 +3,7 @@
 import threading
 from contextlib import contextmanager
 
-from tokenyard.exchange.one_sided import cuda
+from tokenyard.exchange.transports.one_sided.cuda import transport as cuda
 
 
 class _AtOnce:

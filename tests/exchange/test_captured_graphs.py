@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenyard.exchange.one_sided import graphs
-from tokenyard.exchange.one_sided.graphs import CapturedGraphs
+from tokenyard.exchange.transports.one_sided.cuda import graphs
+from tokenyard.exchange.transports.one_sided.cuda.graphs import CapturedGraphs
 
 _libc = ctypes.CDLL(None)
 

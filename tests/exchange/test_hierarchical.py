@@ -11,9 +11,10 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.metering import Meter
-from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap, hierarchical
-from tokenyard.exchange.forwarding import Forwarding
-from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
+from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap
+from tokenyard.exchange.transports import hierarchical
+from tokenyard.exchange.transports.forwarding import Forwarding
+from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
 from tokenyard.planning.draft_text import links
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 

@@ -12,11 +12,12 @@ from tests.exchange import interpreter
 from tests.exchange.streams import no_streams
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import Case, run_case, same_bits
-from tokenyard.exchange import HierarchicalTransport, SharedMemoryTransport, hierarchical
+from tokenyard.exchange import HierarchicalTransport, SharedMemoryTransport
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.control import VERDICT
-from tokenyard.exchange.one_sided.cuda import CudaTransport
-from tokenyard.exchange.one_sided.kernels import flags
+from tokenyard.exchange.transports import hierarchical
+from tokenyard.exchange.transports.one_sided.cuda.control import VERDICT
+from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
+from tokenyard.exchange.transports.one_sided.kernels import flags
 
 pytestmark = interpreter.only_without_gpu
 interpreter.install()

@@ -6,8 +6,15 @@ import torch
 from tests.exchange import interpreter
 from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATE, STATUS, VERDICT, Trouble
-from tokenyard.exchange.one_sided.kernels import flags
+from tokenyard.exchange.transports.one_sided.cuda.control import (
+    COMBINED,
+    ROUND,
+    STATE,
+    STATUS,
+    VERDICT,
+    Trouble,
+)
+from tokenyard.exchange.transports.one_sided.kernels import flags
 
 pytestmark = interpreter.only_without_gpu
 interpreter.install()

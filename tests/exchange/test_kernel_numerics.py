@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.exchange import interpreter
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange.one_sided.kernels import numerics
+from tokenyard.exchange.transports.one_sided.kernels import numerics
 from tokenyard.formats import EncodedRows, get
 
 pytestmark = interpreter.only_without_gpu

@@ -9,10 +9,10 @@ from tests.exchange import interpreter
 from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided import launch
-from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATUS, Trouble
-from tokenyard.exchange.one_sided.kernels.twins import place_twin, slots_twin
-from tokenyard.exchange.one_sided.operands import Routing
+from tokenyard.exchange.transports.one_sided.cuda import launch
+from tokenyard.exchange.transports.one_sided.cuda.control import COMBINED, ROUND, STATUS, Trouble
+from tokenyard.exchange.transports.one_sided.cuda.operands import Routing
+from tokenyard.exchange.transports.one_sided.kernels.twins import place_twin, slots_twin
 from tokenyard.formats import Payload
 from tokenyard.routing import Placement
 

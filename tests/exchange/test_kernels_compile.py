@@ -8,8 +8,8 @@ COMPILE = r"""
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tokenyard.exchange.one_sided.kernels import pull
-from tokenyard.exchange.one_sided.operands import Encoding, ReturnLayout
+from tokenyard.exchange.transports.one_sided.kernels import pull
+from tokenyard.exchange.transports.one_sided.cuda.operands import Encoding, ReturnLayout
 from tokenyard.formats import get
 
 KINDS = {"results": "*fp32", "out": "*bf16", "term": "*bf16", "other_term": "*bf16", "slots": "*i32",

@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.messages import Mailbox, Outgoing
+from tokenyard.exchange.transports.messages import Mailbox, Outgoing
 from tokenyard.group import base
 
 by_messages = pytest.mark.parametrize("exchange", ["two_sided", "allgather", "hierarchical"])

@@ -320,7 +320,7 @@ def test_each_dispatch_in_flight_has_a_buffer_of_its_own(exchange):
 
 
 def elsewhere(group, machine):
-    from tokenyard.exchange.one_sided import declarations as module
+    from tokenyard.exchange.transports.one_sided import declarations as module
 
     module.platform.machine, machine_before = (lambda: machine), module.platform.machine
     try:

@@ -10,7 +10,7 @@ import torch
 
 from tokenyard.errors import PeerLost
 from tokenyard.exchange.announcement import Announcement, Phase
-from tokenyard.exchange.one_sided.signals import Signals, control_bytes, flag
+from tokenyard.exchange.transports.one_sided.cpu.signals import Signals, control_bytes, flag
 
 WORLD = 4
 
@@ -267,7 +267,7 @@ def clock(monkeypatch):
         now[0] += 0.01
 
     fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time", fake)
+    monkeypatch.setattr("tokenyard.exchange.transports.one_sided.cpu.signals.time", fake)
     return fake
 
 
@@ -297,7 +297,7 @@ def test_a_rank_that_was_stopped_in_its_wait_gives_the_others_half_a_deadline_mo
             tell(ranks, 2, [0])
 
     fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time", fake)
+    monkeypatch.setattr("tokenyard.exchange.transports.one_sided.cpu.signals.time", fake)
     ranks[0]._group.deadline = 1.0
     for source in (0, 1, 3):
         tell(ranks, source, [0])
@@ -343,7 +343,8 @@ def test_a_rank_that_waits_for_long_tells_those_who_wait_for_it_in_another_plan(
 def test_a_wait_sleeps_longer_each_time_up_to_a_limit(ranks, monkeypatch):
     pauses, sleep = [], time.sleep
     monkeypatch.setattr(
-        "tokenyard.exchange.one_sided.signals.time.sleep", lambda s: pauses.append(s) or sleep(s)
+        "tokenyard.exchange.transports.one_sided.cpu.signals.time.sleep",
+        lambda s: pauses.append(s) or sleep(s),
     )
     tell(ranks, 0, [0])
     assert blamed(ranks) == [1, 2, 3]
@@ -371,7 +372,7 @@ def test_marks_are_waited_for_in_longer_and_longer_sleeps(ranks, monkeypatch):
             for rank in ranks:
                 rank.mark(5)
 
-    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time.sleep", sleep)
+    monkeypatch.setattr("tokenyard.exchange.transports.one_sided.cpu.signals.time.sleep", sleep)
     assert ranks[0].all_marked(5, 5.0)
     assert pauses[:2] == pytest.approx([20e-6, 30e-6])
     assert pauses == sorted(pauses)

@@ -9,13 +9,13 @@ from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherTransport, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.checks import check_batch, check_output, check_writable
-from tokenyard.exchange.forwarding import inside_spec
-from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport, HierarchicalTransport
-from tokenyard.exchange.host_map import HostMap
-from tokenyard.exchange.messages import Mailbox
-from tokenyard.exchange.one_sided.control import ControlLayout
-from tokenyard.exchange.one_sided.signals import Signals, control_bytes
 from tokenyard.exchange.stats import LayerStats, LoadCounter, MoveStats
+from tokenyard.exchange.transports.forwarding import inside_spec
+from tokenyard.exchange.transports.hierarchical import DeviceHierarchicalTransport, HierarchicalTransport
+from tokenyard.exchange.transports.host_map import HostMap
+from tokenyard.exchange.transports.messages import Mailbox
+from tokenyard.exchange.transports.one_sided.cpu.signals import Signals, control_bytes
+from tokenyard.exchange.transports.one_sided.cuda.control import ControlLayout
 from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, _copy_bytes, round_up
 from tokenyard.formats import Payload, get
 from tokenyard.group.threads import thread_groups

@@ -9,7 +9,7 @@ import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange import Exchange, LocalTransport, Pending, Transport
-from tokenyard.exchange.one_sided.cuda import CudaTransport
+from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.rows import ExpertRows
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)

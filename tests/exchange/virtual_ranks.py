@@ -5,12 +5,18 @@ Both begin as the same noise, and whole regions are compared: a byte too many is
 
 import torch
 
-from tokenyard.exchange.one_sided.control import STATUS, STATUS_WORDS, ControlLayout
-from tokenyard.exchange.one_sided.kernels.twins import SentBatch, place_twin, pull_twin, push_twin, slots_twin
-from tokenyard.exchange.one_sided.launch import Launcher
-from tokenyard.exchange.one_sided.operands import DispatchSlots
-from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
+from tokenyard.exchange.transports.one_sided.cuda.control import STATUS, STATUS_WORDS, ControlLayout
+from tokenyard.exchange.transports.one_sided.cuda.launch import Launcher
+from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.kernels.twins import (
+    SentBatch,
+    place_twin,
+    pull_twin,
+    push_twin,
+    slots_twin,
+)
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.routing import Placement

@@ -25,12 +25,12 @@ import torch
 import tokenyard as ty
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
+from tokenyard.elastic import moving
+from tokenyard.elastic.joining import Joining
+from tokenyard.elastic.move_under_way import MoveUnderWay
+from tokenyard.elastic.rebalancing import Progress, Rebalance
+from tokenyard.elastic.resizing import placement_with, placement_without
 from tokenyard.group import DistributedGroup, distributed
-from tokenyard.planning import moving
-from tokenyard.planning.joining import Joining
-from tokenyard.planning.move_under_way import MoveUnderWay
-from tokenyard.planning.rebalancing import Progress, Rebalance
-from tokenyard.planning.resizing import placement_with, placement_without
 
 DEADLINE = 3.0  # seconds
 WORLD = 3

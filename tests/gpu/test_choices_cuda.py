@@ -13,7 +13,7 @@ from tests.experts.fused_cases import FusedCase
 from tests.gpu.test_one_sided_cuda import there
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange.one_sided.device_results import choice_places
+from tokenyard.exchange.transports.one_sided.cuda.results import choice_places
 from tokenyard.experts import FusedExperts
 from tokenyard.rows import LocalRoutes, ReceivedRows, UnfinalizedRows, check_choice_rows
 

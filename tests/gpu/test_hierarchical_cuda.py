@@ -12,7 +12,7 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange.one_sided.cuda import CudaTransport
+from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.planning.draft_text import links
 from tokenyard.routing import Placement
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
-from tokenyard.exchange.one_sided.control import COMBINED, ROUND
+from tokenyard.exchange.transports.one_sided.cuda.control import COMBINED, ROUND
 from tokenyard.formats import EncodedRows
 
 pytestmark = pytest.mark.gpu

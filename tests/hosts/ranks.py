@@ -28,7 +28,7 @@ from tests.models import batch, build, raised, spec
 from tokenyard.cli.doctor_hosts import examine_hosts
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange import hierarchical
+from tokenyard.exchange.transports import hierarchical
 from tokenyard.group import failure_detector
 from tokenyard.lab.hosts import network
 

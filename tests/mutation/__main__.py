@@ -42,6 +42,7 @@ CORE = (
     "rows.py",
     "layer/*.py",
     "planning/*.py",
+    "elastic/*.py",
     "routing/*.py",
     "formats/*.py",
     "exchange/*.py",
@@ -54,16 +55,12 @@ ONLY_ON_A_GPU = (
     "*kernel*",
     "*cuda*",
     "*/fused/*",
-    "*/one_sided/launch.py",
-    "*/one_sided/operands.py",
-    "*/one_sided/graphs.py",
-    "*/one_sided/side_stream.py",
     "*/group/symmetric_memory.py",
     "*/group/devices.py::let_ranks_share_a_gpu",
     "*/group/devices.py::rank_on",
     "*/group/devices.py::reserve_memory",
     "*/exchange/batch.py::UnencodedRows",
-    "*/exchange/hierarchical.py::DeviceHierarchicalTransport",
+    "*/exchange/transports/hierarchical.py::DeviceHierarchicalTransport",
 )
 # Seconds of tests that a mutant meets first, and their number. Most die there; few files of tests are imported for it.
 _FIRST, _FIRST_TESTS = 2.0, 20

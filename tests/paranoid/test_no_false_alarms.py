@@ -18,7 +18,7 @@ from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Pending, TwoSidedTransport
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES
-from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
+from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
 from tokenyard.planning.drafting import PARANOID_VARIABLE
 
 every_exchange = pytest.mark.parametrize("exchange", WATCHED)

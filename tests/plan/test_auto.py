@@ -6,7 +6,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.errors import Reason
-from tokenyard.exchange.one_sided import declarations
+from tokenyard.exchange.transports.one_sided import declarations
 from tokenyard.experts import FusedExperts
 from tokenyard.planning.choosing import choose_exchange, choose_experts
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE

@@ -6,11 +6,11 @@ import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.exchange.local import LocalTransport
+from tokenyard.elastic.expert_moves import ExpertMoves
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.transports.local import LocalTransport
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.draft_text import ranks_per_token
-from tokenyard.planning.expert_moves import ExpertMoves
 
 
 def alone():

@@ -6,7 +6,7 @@ import pytest
 
 import tokenyard as ty
 from tests.models import raised, spec
-from tokenyard.planning.recovery import Recovery
+from tokenyard.elastic.recovery import Recovery
 from tokenyard.planning.state import WholePlan
 
 TWICE = ty.Placement.explicit(2, [[0, 1], [0, 1], [0]])

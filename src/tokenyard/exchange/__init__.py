@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 
 from tokenyard.errors import check_part, unknown_name
-from tokenyard.exchange.allgather import AllgatherTransport
 from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import (
     Arrival,
@@ -23,14 +22,15 @@ from tokenyard.exchange.batch import (
 )
 from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.exchange import Exchange
-from tokenyard.exchange.hierarchical import HierarchicalTransport
-from tokenyard.exchange.host_map import HostMap, number_hosts
-from tokenyard.exchange.local import LocalTransport
-from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.two_sided import TwoSidedTransport
+from tokenyard.exchange.transports.allgather import AllgatherTransport
+from tokenyard.exchange.transports.hierarchical import HierarchicalTransport
+from tokenyard.exchange.transports.host_map import HostMap, number_hosts
+from tokenyard.exchange.transports.local import LocalTransport
+from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
+from tokenyard.exchange.transports.two_sided import TwoSidedTransport
 from tokenyard.group.base import Pending
 
 # The transports between ranks, by the names of their exchanges. Beside them, `local` serves a group of one rank.

@@ -18,6 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from tokenyard.elastic.expert_moves import ExpertMoves
+from tokenyard.elastic.rebalancing import HoldsExperts, Rebalance
+from tokenyard.elastic.recovery import Recovery
+from tokenyard.elastic.resizing import empty_weights
+from tokenyard.elastic.surviving import check_survives
 from tokenyard.errors import HandleError, InputError, PeerLost, shown
 from tokenyard.exchange import Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
@@ -27,18 +32,13 @@ from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
-from tokenyard.planning.expert_moves import ExpertMoves
-from tokenyard.planning.rebalancing import HoldsExperts, Rebalance
-from tokenyard.planning.recovery import Recovery
-from tokenyard.planning.resizing import empty_weights
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.state import PlanState
-from tokenyard.planning.surviving import check_survives
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
 if TYPE_CHECKING:
-    from tokenyard.planning.joining import Joining
+    from tokenyard.elastic.joining import Joining
 
 _log = logging.getLogger("tokenyard")
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from tokenyard.elastic.rebalancing import HoldsExperts
 from tokenyard.errors import HandleError, unknown_name
 from tokenyard.exchange import Exchange
 from tokenyard.group import Group
 from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft_ignoring_env
 from tokenyard.planning.layer_kernels import record_experts
-from tokenyard.planning.rebalancing import HoldsExperts
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.wiring import Wiring
 

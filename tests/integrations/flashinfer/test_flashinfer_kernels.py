@@ -10,7 +10,7 @@ from tests.exchange.streams import no_streams
 from tests.integrations.flashinfer.all_arguments import all_arguments, check_all_arguments
 from tests.integrations.flashinfer.round_trips import make, round_trip
 from tests.models import raised
-from tokenyard.exchange.one_sided.kernels import flags
+from tokenyard.exchange.transports.one_sided.kernels import flags
 from tokenyard.integrations.flashinfer import agreed_exchange
 from tokenyard.integrations.flashinfer.device_carrier import DeviceCarrier
 

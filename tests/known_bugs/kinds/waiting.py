@@ -2,8 +2,8 @@
 
 from tests.known_bugs.known_bug import PLAIN, AlwaysOn, BugKind, ExchangeCheck, KnownBug, batches
 from tokenyard.exchange import SharedMemoryTransport
-from tokenyard.exchange.one_sided.shared_memory import Workspace
-from tokenyard.exchange.one_sided.signals import Signals
+from tokenyard.exchange.transports.one_sided.cpu.signals import Signals
+from tokenyard.exchange.transports.one_sided.cpu.transport import Workspace
 from tokenyard.group.threads import ThreadGroup
 
 

@@ -8,7 +8,7 @@ import tokenyard as ty
 from tests.known_bugs.known_bug import PLAIN, AlwaysOn, BugKind, ExchangeCheck, KnownBug, Refusal, planning
 from tests.models import spec
 from tokenyard.exchange import SharedMemoryTransport
-from tokenyard.exchange.one_sided.shared_memory import Workspace
+from tokenyard.exchange.transports.one_sided.cpu.transport import Workspace
 from tokenyard.exchange.workspace import Region
 from tokenyard.formats import Bf16
 from tokenyard.routing import Placement
@@ -62,7 +62,7 @@ def old_workspace_kept(patch):
 
 
 def growth_under_a_graph(patch):
-    from tokenyard.exchange.one_sided.cuda import CudaTransport
+    from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 
     patch.setattr(CudaTransport, "_check_graphs", lambda self: None)  # nobody asks
 
@@ -101,7 +101,7 @@ def _grow(group):
 def _grow_under_a_graph(group, *, is_gone=False):
     """The exchange of GPUs, in a CPU's memory. What CUDA does about a graph is done by hand."""
     from tests.exchange.streams import no_streams
-    from tokenyard.exchange.one_sided.cuda import CudaTransport
+    from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 
     def exchange_specs(*layers):
         return [wiring.exchange_spec for wiring in ty.draft(layers, group.size, exchange="one_sided").wirings]

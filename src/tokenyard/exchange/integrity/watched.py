@@ -35,7 +35,6 @@ from tokenyard.exchange.batch import (
     SumWatch,
 )
 from tokenyard.exchange.batch_routes import BatchRoutes
-from tokenyard.exchange.hierarchical import HierarchicalTransport
 from tokenyard.exchange.integrity.checksums import (
     ResultNumbers,
     check_back,
@@ -44,10 +43,11 @@ from tokenyard.exchange.integrity.checksums import (
     checksums_out,
 )
 from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES, WorkspaceGuards
-from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.passes import TooManyRows
 from tokenyard.exchange.spec import CHECKSUMS, ExchangeSpec
 from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.transports.hierarchical import HierarchicalTransport
+from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending

@@ -28,7 +28,7 @@ from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats.base import EncodedRows
 
 if TYPE_CHECKING:
-    from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport, Workspace
+    from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport, Workspace
 
 # Bytes in front of, between and behind regions: small overruns of a region end in them.
 GUARD_BYTES = 1024

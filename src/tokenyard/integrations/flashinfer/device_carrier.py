@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError
 from tokenyard.exchange import Arrival, ExchangeSpec
-from tokenyard.exchange.one_sided.cuda import CudaTransport
-from tokenyard.exchange.one_sided.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.formats import EncodedRows
 from tokenyard.integrations.flashinfer.carriers import Carrier, Mark
 from tokenyard.routing import Routes

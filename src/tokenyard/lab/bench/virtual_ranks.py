@@ -18,10 +18,10 @@ from torch import Tensor
 
 from tokenyard.errors import ContractError
 from tokenyard.exchange import ExchangeSpec, SharedMemoryTransport
-from tokenyard.exchange.one_sided.control import ControlLayout
-from tokenyard.exchange.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
-from tokenyard.exchange.one_sided.launch import Launcher
-from tokenyard.exchange.one_sided.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.control import ControlLayout
+from tokenyard.exchange.transports.one_sided.cuda.launch import Launcher
+from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.lab.bench.dispatch_cells import PER_RANK, DispatchCell

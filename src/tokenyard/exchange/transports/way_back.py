@@ -8,7 +8,7 @@ from functools import partial
 
 from tokenyard.exchange.announcement import Announcement, not_due
 from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome, RowsAtHome
-from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
+from tokenyard.exchange.transports.messages import HOME, Mailbox, Outgoing
 from tokenyard.group.base import Pending
 
 

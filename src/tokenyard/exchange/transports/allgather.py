@@ -21,10 +21,10 @@ from tokenyard.exchange.batch import (
     received_rows,
 )
 from tokenyard.exchange.batch_routes import BatchRoutes
-from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.way_back import send_back
+from tokenyard.exchange.transports.messages import Mailbox
+from tokenyard.exchange.transports.way_back import send_back
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 

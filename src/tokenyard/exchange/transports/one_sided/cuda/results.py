@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome
-from tokenyard.exchange.one_sided.operands import DispatchSlots
-from tokenyard.exchange.one_sided.side_stream import Done
+from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done
 from tokenyard.gpu_kernels import is_aligned
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
 if TYPE_CHECKING:
-    from tokenyard.exchange.one_sided.cuda import CudaTransport
+    from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,13 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.errors import InputError, PlanError, shown
-from tokenyard.group import Group
-from tokenyard.planning.drafting import Draft
-from tokenyard.planning.move_under_way import MoveUnderWay
-from tokenyard.planning.moving import HeldExperts, held_by_all, steps
-from tokenyard.planning.rebalancing import Rebalance
-from tokenyard.planning.resizing import (
+from tokenyard.elastic.move_under_way import MoveUnderWay
+from tokenyard.elastic.moving import HeldExperts, held_by_all, steps
+from tokenyard.elastic.rebalancing import Rebalance
+from tokenyard.elastic.resizing import (
     NextGroup,
     check_grown,
     check_leaving,
@@ -27,6 +24,9 @@ from tokenyard.planning.resizing import (
     placement_without,
     widened,
 )
+from tokenyard.errors import InputError, PlanError, shown
+from tokenyard.group import Group
+from tokenyard.planning.drafting import Draft
 from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.state import PlanState
 from tokenyard.routing import Placement, balance, imbalance, placement_for, rank_loads

@@ -11,9 +11,9 @@ import torch
 from tokenyard.errors import Drifted, InputError, PeerFailed
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival
-from tokenyard.exchange.one_sided.control import DEPARTURE, ROUND, Trouble
-from tokenyard.exchange.one_sided.device_workspace import DeviceWorkspace
-from tokenyard.exchange.one_sided.operands import LAYER_BITS, DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.control import DEPARTURE, ROUND, Trouble
+from tokenyard.exchange.transports.one_sided.cuda.operands import LAYER_BITS, DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tokenyard.elastic.move_under_way import MoveUnderWay
 from tokenyard.errors import InputError, PeerLost, PlanBroken, PlanError, shown
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft
-from tokenyard.planning.move_under_way import MoveUnderWay
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.state import PlanState, WholePlan
 

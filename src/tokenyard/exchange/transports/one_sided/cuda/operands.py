@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard.exchange.one_sided.kernels import numerics
-from tokenyard.exchange.one_sided.kernels import push as push_room
 from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transports.one_sided.kernels import numerics
+from tokenyard.exchange.transports.one_sided.kernels import push as push_room
 from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import Format
 from tokenyard.gpu_kernels import aligned

@@ -1,4 +1,4 @@
-"""The one-sided exchange as Triton kernels: the protocol of `shared_memory`, between GPUs.
+"""The one-sided exchange as Triton kernels: the protocol of `one_sided.cpu`, between GPUs.
 
     numerics   the formats, for a tile of a row
     flags      publish flags, wait for other ranks, give up at the deadline
@@ -6,5 +6,5 @@
     pull       combine: write results into this rank's combine region; read those of all ranks, and sum them
     twins      what the kernels compute, in plain torch
 
-Only what `tokenyard.exchange.one_sided.cuda` is made of imports these modules: Triton is not needed on a CPU.
+Only `one_sided.cuda` imports these modules: Triton is not needed on a CPU.
 """

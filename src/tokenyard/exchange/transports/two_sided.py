@@ -13,10 +13,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
-from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.way_back import send_back
+from tokenyard.exchange.transports.messages import HOME, Mailbox, Outgoing
+from tokenyard.exchange.transports.way_back import send_back
 from tokenyard.group.base import Group, Pending
 
 

@@ -1,8 +1,8 @@
 """Flags in device memory: publishing that something is written, waiting for the others, and giving up.
 
-The words and their order are those of `tokenyard.exchange.one_sided.signals`; the rounds are counted here, on the
-device, so that a captured graph can be replayed: a kernel that publishes reads the round from its rank's control
-region, and increments it there.
+The words and their order are those of `one_sided.cpu.signals`; the rounds are counted here, on the device, so that a
+captured graph can be replayed: a kernel that publishes reads the round from its rank's control region, and increments
+it there.
 
 A control region (`ControlLayout`) begins with these 64-bit words:
 
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from tokenyard.exchange.one_sided import control
+from tokenyard.exchange.transports.one_sided.cuda import control
 
 STATE = tl.constexpr(control.STATE)
 VERDICT = tl.constexpr(control.VERDICT)

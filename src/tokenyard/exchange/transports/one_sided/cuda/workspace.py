@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout
-from tokenyard.exchange.one_sided.launch import MOST_WAITING_BLOCKS, Launcher, most_waiting_blocks
-from tokenyard.exchange.one_sided.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.control import STATUS, WORD, ControlLayout
+from tokenyard.exchange.transports.one_sided.cuda.launch import (
+    MOST_WAITING_BLOCKS,
+    Launcher,
+    most_waiting_blocks,
+)
+from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.group.base import Group
 from tokenyard.group.devices import threads_on

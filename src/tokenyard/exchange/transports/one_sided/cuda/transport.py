@@ -31,17 +31,22 @@ from torch import Tensor
 from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed, Reason
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, SumAhead, UnencodedRows
-from tokenyard.exchange.one_sided import declarations
-from tokenyard.exchange.one_sided.control import DEPARTURE, VERDICT, ControlLayout, Trouble
-from tokenyard.exchange.one_sided.device_results import DeviceResults, WayBack, choice_places, slots_of
-from tokenyard.exchange.one_sided.device_workspace import DeviceWorkspace
-from tokenyard.exchange.one_sided.graphs import CapturedGraphs
-from tokenyard.exchange.one_sided.kernel_reports import KernelReports
-from tokenyard.exchange.one_sided.launch import Launcher
-from tokenyard.exchange.one_sided.operands import LAYER_BITS, DispatchSlots, Encoding
-from tokenyard.exchange.one_sided.side_stream import Done, SideStream
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Term, Transport
+from tokenyard.exchange.transports.one_sided import declarations
+from tokenyard.exchange.transports.one_sided.cuda.control import DEPARTURE, VERDICT, ControlLayout, Trouble
+from tokenyard.exchange.transports.one_sided.cuda.graphs import CapturedGraphs
+from tokenyard.exchange.transports.one_sided.cuda.launch import Launcher
+from tokenyard.exchange.transports.one_sided.cuda.operands import LAYER_BITS, DispatchSlots, Encoding
+from tokenyard.exchange.transports.one_sided.cuda.reports import KernelReports
+from tokenyard.exchange.transports.one_sided.cuda.results import (
+    DeviceResults,
+    WayBack,
+    choice_places,
+    slots_of,
+)
+from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done, SideStream
+from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace
 from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
 from tokenyard.formats.base import Format
 from tokenyard.gpu_kernels import COMPILING, aligned, is_aligned

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenyard.exchange.one_sided.kernels.flags import (
+from tokenyard.exchange.transports.one_sided.kernels.flags import (
     ARRIVED,
     BAD_IDS,
     DISPATCH,
@@ -39,7 +39,7 @@ from tokenyard.exchange.one_sided.kernels.flags import (
     report,
     words_of,
 )
-from tokenyard.exchange.one_sided.kernels.numerics import (
+from tokenyard.exchange.transports.one_sided.kernels.numerics import (
     cast_within,
     encode_fp8_block,
     encode_mxfp8,

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.control import STATUS_WORDS, ControlLayout
-from tokenyard.exchange.one_sided.kernels import flags as flags_room
-from tokenyard.exchange.one_sided.kernels import pull as pull_room
-from tokenyard.exchange.one_sided.kernels import push as push_room
-from tokenyard.exchange.one_sided.operands import (
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transports.one_sided.cuda.control import STATUS_WORDS, ControlLayout
+from tokenyard.exchange.transports.one_sided.cuda.operands import (
     FEW_ROWS,
     MANY_ROWS,
     DispatchSlots,
@@ -35,7 +33,9 @@ from tokenyard.exchange.one_sided.operands import (
     narrow,
     row_tiles,
 )
-from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transports.one_sided.kernels import flags as flags_room
+from tokenyard.exchange.transports.one_sided.kernels import pull as pull_room
+from tokenyard.exchange.transports.one_sided.kernels import push as push_room
 from tokenyard.exchange.workspace import SlotLayout, WorkspaceLayout
 from tokenyard.formats import FORMATS, PlainFormat
 from tokenyard.formats.base import EncodedRows

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from tokenyard.errors import Reason
-from tokenyard.exchange.one_sided.control import MOST_RANKS
 from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transports.one_sided.cuda.control import MOST_RANKS
 from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
 from tokenyard.group.base import Group
 

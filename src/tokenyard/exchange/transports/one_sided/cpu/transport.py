@@ -30,10 +30,10 @@ from torch import Tensor
 from tokenyard.errors import ContractError, Reason
 from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome, numbered
-from tokenyard.exchange.one_sided import declarations
-from tokenyard.exchange.one_sided.signals import Signals, control_bytes
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.transports.one_sided import declarations
+from tokenyard.exchange.transports.one_sided.cpu.signals import Signals, control_bytes
 from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
@@ -92,7 +92,7 @@ class SharedMemoryTransport(Transport):
         if device.type != "cuda" or cls is not SharedMemoryTransport:
             return cls
         # Triton is needed only there.
-        module: Any = importlib.import_module("tokenyard.exchange.one_sided.cuda")
+        module: Any = importlib.import_module("tokenyard.exchange.transports.one_sided.cuda.transport")
         chosen: type[Transport] = module.CudaTransport
         return chosen
 

@@ -25,12 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.errors import HandleError, PeerFailed, PeerLost
-from tokenyard.experts import Experts
-from tokenyard.experts.slots import ExpertSlots
-from tokenyard.group import Group
-from tokenyard.group.devices import rank_on
-from tokenyard.planning.moving import (
+from tokenyard.elastic.moving import (
     Carrier,
     HeldExperts,
     Parcel,
@@ -40,11 +35,16 @@ from tokenyard.planning.moving import (
     streams,
     width,
 )
+from tokenyard.errors import HandleError, PeerFailed, PeerLost
+from tokenyard.experts import Experts
+from tokenyard.experts.slots import ExpertSlots
+from tokenyard.group import Group
+from tokenyard.group.devices import rank_on
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Move, Placement
 
 if TYPE_CHECKING:
-    from tokenyard.planning.resizing import NextGroup
+    from tokenyard.elastic.resizing import NextGroup
 
 _log = logging.getLogger("tokenyard")
 

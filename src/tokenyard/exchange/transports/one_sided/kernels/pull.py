@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from tokenyard.exchange.one_sided.kernels.flags import (
+from tokenyard.exchange.transports.one_sided.kernels.flags import (
     COMBINE,
     COMBINED,
     FAILED,
@@ -30,7 +30,7 @@ from tokenyard.exchange.one_sided.kernels.flags import (
     wait,
     words_of,
 )
-from tokenyard.exchange.one_sided.kernels.numerics import (
+from tokenyard.exchange.transports.one_sided.kernels.numerics import (
     cast_within,
     decode_fp8_block,
     decode_mxfp8,
@@ -42,7 +42,7 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
     is_easy,
     row_global_scale,
 )
-from tokenyard.exchange.one_sided.kernels.push import (
+from tokenyard.exchange.transports.one_sided.kernels.push import (
     CAST,
     FP8_BLOCK,
     MXFP8,

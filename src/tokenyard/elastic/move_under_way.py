@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tokenyard.elastic.moving import Carrier
+from tokenyard.elastic.rebalancing import Progress, Rebalance, failure_of
+from tokenyard.elastic.resizing import NextGroup
 from tokenyard.errors import Drifted, HandleError, PeerFailed, PlanBroken, TokenyardError
 from tokenyard.group import Group
-from tokenyard.planning.moving import Carrier
-from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
-from tokenyard.planning.resizing import NextGroup
 from tokenyard.planning.state import PlanState, WholePlan
 
 _log = logging.getLogger("tokenyard")

@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
+from tokenyard.elastic.moving import Carrier, HeldExperts, held_by_all
+from tokenyard.elastic.rebalancing import HoldsExperts
 from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft
-from tokenyard.planning.moving import Carrier, HeldExperts, held_by_all
-from tokenyard.planning.rebalancing import HoldsExperts
 from tokenyard.planning.spec import is_size
 from tokenyard.planning.state import make_exchange
 from tokenyard.planning.wiring import Wiring

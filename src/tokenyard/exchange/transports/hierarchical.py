@@ -53,13 +53,13 @@ from tokenyard.exchange.batch import (
     tokens_by_rank,
 )
 from tokenyard.exchange.batch_routes import BatchRoutes
-from tokenyard.exchange.forwarding import Forwarding, host_map, inside_spec
-from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
-from tokenyard.exchange.one_sided import declarations
-from tokenyard.exchange.one_sided.inside_host import InsideHost
-from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.transports.forwarding import Forwarding, host_map, inside_spec
+from tokenyard.exchange.transports.messages import HOME, Mailbox, Outgoing
+from tokenyard.exchange.transports.one_sided import declarations
+from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
+from tokenyard.exchange.transports.one_sided.inside_host import InsideHost
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.gpu_kernels import COMPILING

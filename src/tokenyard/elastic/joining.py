@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tokenyard.elastic.moving import Carrier, held_by_all
+from tokenyard.elastic.rebalancing import HoldsExperts, Rebalance
+from tokenyard.elastic.resizing import STAY, StayCheck, exchange_named, give_up, not_taken_in
 from tokenyard.errors import TokenyardError
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.drafting import Draft, draft_ignoring_env
-from tokenyard.planning.moving import Carrier, held_by_all
 from tokenyard.planning.planner import Plan
-from tokenyard.planning.rebalancing import HoldsExperts, Rebalance
-from tokenyard.planning.resizing import STAY, StayCheck, exchange_named, give_up, not_taken_in
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement
 

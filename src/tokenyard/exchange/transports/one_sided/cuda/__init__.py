@@ -1,0 +1,1 @@
+"""`one_sided` on GPUs: kernels write and read symmetric memory."""
