@@ -41,7 +41,7 @@ class Small:
             "hidden_size": self.hidden_size,
             "moe_intermediate_size": self.intermediate_size,
             "num_experts": self.num_experts,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": min(2, self.num_experts),
             "num_hidden_layers": self.num_layers,
             "torch_dtype": str(self.dtype).removeprefix("torch."),
             **self.extra_config,
