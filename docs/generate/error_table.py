@@ -43,7 +43,7 @@ from tokenyard.errors import (
 )
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Disagreement, Group, launch, thread_groups
-from tokenyard.lab.markdown import markdown_table
+from tokenyard_lab.markdown import markdown_table
 from tokenyard.layer import MoELayer
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.planning.planner import plan

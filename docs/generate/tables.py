@@ -14,7 +14,7 @@ from docs.generate.figures import FIGURES
 from docs.generate.inf_tables import inf_in_markdown
 from docs.generate.vllm_tables import refusals_in_markdown, settings_in_markdown
 from tokenyard.errors import InputError
-from tokenyard.lab.support import support_tables
+from tokenyard.support import support_tables
 
 PAGES = (
     "README.md",

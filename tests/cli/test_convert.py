@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoints.small import Small, same_bits, save
 from tests.cli.runner import call, call_json
 from tokenyard.checkpoints import TARGETS, open_checkpoint
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.shipped import shipped_model
 
 MODEL = Small(num_experts=4, hidden_size=64, intermediate_size=128)
 

@@ -10,7 +10,7 @@ from tests.checkpoints.test_quantized import WRITERS, any_checkpoint
 from tests.cli.runner import call, call_json
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.experts import EXPERTS
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.shipped import shipped_model
 
 MODEL = Small(num_experts=7, num_layers=3, extra_config={"vocab_size": 16})
 

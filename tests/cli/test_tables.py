@@ -9,7 +9,7 @@ import pytest
 from rich.table import Table
 
 from tests.cli.runner import MIXTRAL, call
-from tests.experts.tile_sweep import COLUMNS, in_words
+from lab.tests.bench.tile_sweep import COLUMNS, in_words
 from tokenyard.checkpoints import convert as convert_checkpoint
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.cli import bench_output, check, doctor
@@ -23,15 +23,15 @@ from tokenyard.conformance.suites import CheckResult
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts.fused.tile_configs import TileConfig
 from tokenyard.formats import FORMATS
-from tokenyard.lab.bench.machine_rates import Rates
-from tokenyard.lab.bench.records import Document, Record, Spread
-from tokenyard.lab.evaluation.intervals import Interval
-from tokenyard.lab.evaluation.table import Row as EvalRow
-from tokenyard.lab.shipped import shipped_model
-from tokenyard.lab.soaking import Report, Settings
-from tokenyard.lab.soaking.measuring import Sample
-from tokenyard.lab.soaking.run_folder import Counts
-from tokenyard.lab.soaking.verdict import Growth
+from tokenyard_lab.bench.machine_rates import Rates
+from tokenyard_lab.bench.records import Document, Record, Spread
+from tokenyard_lab.evaluation.intervals import Interval
+from tokenyard_lab.evaluation.table import Row as EvalRow
+from tokenyard_lab.shipped import shipped_model
+from tokenyard_lab.soaking import Report, Settings
+from tokenyard_lab.soaking.measuring import Sample
+from tokenyard_lab.soaking.run_folder import Counts
+from tokenyard_lab.soaking.verdict import Growth
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -80,33 +80,33 @@ def show_layer(tmp_path, monkeypatch):
 
 def bench_dispatch(tmp_path, monkeypatch):
     rows = measured("dispatch-cpu")
-    monkeypatch.setattr("tokenyard.lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
+    monkeypatch.setattr("tokenyard_lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
     return call("bench", "dispatch", "--wire", "bf16")
 
 
 def bench_dispatch_paranoid(tmp_path, monkeypatch):
     rows = measured("paranoid-cpu")
-    monkeypatch.setattr("tokenyard.lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
+    monkeypatch.setattr("tokenyard_lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
     return call("bench", "dispatch", "--wire", "bf16", "--paranoid")
 
 
 def bench_experts(tmp_path, monkeypatch):
     rows = iter(measured("experts-quantized-cpu"))
     rates = Rates(read=4.1e3, copy=7.4e3, product=1.2e5, fp8=None)
-    monkeypatch.setattr("tokenyard.lab.bench.experts.measure_experts", lambda *_args, **_options: rows)
-    monkeypatch.setattr("tokenyard.lab.bench.machine_rates.measure_rates", lambda *_: rates)
+    monkeypatch.setattr("tokenyard_lab.bench.experts.measure_experts", lambda *_args, **_options: rows)
+    monkeypatch.setattr("tokenyard_lab.bench.machine_rates.measure_rates", lambda *_: rates)
     return call("bench", "experts", "--weights", "mxint4", "--tokens", 1, "--tokens", 128)
 
 
 def bench_encode(tmp_path, monkeypatch):
     rows = measured("encode-cpu")
-    monkeypatch.setattr("tokenyard.lab.bench.encode.measure_encode", lambda *_: rows)
+    monkeypatch.setattr("tokenyard_lab.bench.encode.measure_encode", lambda *_: rows)
     return call("bench", "encode")
 
 
 def bench_transformers(tmp_path, monkeypatch):
     rows = measured("transformers-cpu")
-    monkeypatch.setattr("tokenyard.lab.bench.transformers_ep.measure_transformers_ep", lambda _: rows)
+    monkeypatch.setattr("tokenyard_lab.bench.transformers_ep.measure_transformers_ep", lambda _: rows)
     return call("bench", "transformers")
 
 
@@ -175,7 +175,7 @@ def soak(tmp_path, monkeypatch):
         growth={name: Growth(**growth) for name, growth in document["growth"].items()},
         findings=[],
     )
-    monkeypatch.setattr("tokenyard.lab.soaking.soak", lambda *_: report)
+    monkeypatch.setattr("tokenyard_lab.soaking.soak", lambda *_: report)
     return call("soak", "--threads")
 
 

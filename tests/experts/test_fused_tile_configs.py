@@ -16,8 +16,8 @@ from tokenyard.experts.fused.tile_configs import (
     expected_pairs,
 )
 from tokenyard.formats import WEIGHT_FORMATS
-from tokenyard.lab.bench.experts import draw_routes
-from tokenyard.lab.bench.shapes import CASES
+from tokenyard_lab.bench.experts import draw_routes
+from tokenyard_lab.bench.shapes import CASES
 
 PAIRS = [0, 1, 7, 8, 31, 100, 256, 1000, 5000, 8192, 100_000, 3e6]
 EXPERTS = [1, 8, 32, 48, 128, 384]

@@ -14,7 +14,7 @@ from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
 if TYPE_CHECKING:
-    from tokenyard.lab.balancing.forecast import LayerForecast
+    from tokenyard.balancing.forecast import LayerForecast
 
 
 def balance(
@@ -36,9 +36,9 @@ def balance(
     as_json: bool = JSON_FLAG,
 ) -> None:
     """Show what a better placement of the experts would gain and cost, before anything is moved."""
-    from tokenyard.lab.balancing.forecast import forecast, steps_to_pay
-    from tokenyard.lab.balancing.recorded_routes import read_routes
-    from tokenyard.lab.plots import draw_balance
+    from tokenyard.balancing.forecast import forecast, steps_to_pay
+    from tokenyard.balancing.recorded_routes import read_routes
+    from tokenyard_lab.plots import draw_balance
 
     output = Output(as_json, out, plot)
     recorded = read_routes(routes)
@@ -72,8 +72,8 @@ def _rates(bandwidth: float | None, tflops: float | None) -> tuple[float, float]
     """GB/s between ranks, and TFLOP/s of experts: as given, or those of a copy and of a product on this CPU."""
     import torch
 
-    from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.machine_rates import copy_rate, product_rate
+    from tokenyard_lab.bench.clock import host_clock
+    from tokenyard_lab.bench.machine_rates import copy_rate, product_rate
 
     cpu, clock = torch.device("cpu"), host_clock(3)
     # Half of the bytes of a copy: those that are read, as those that would arrive.

@@ -54,7 +54,7 @@ def join() -> Group:
 
     from tokenyard.errors import GroupError, InputError
     from tokenyard.group import DistributedGroup
-    from tokenyard.lab.evaluation.ranks import under_torchrun
+    from tokenyard_lab.evaluation.ranks import under_torchrun
 
     if not under_torchrun():
         raise InputError(

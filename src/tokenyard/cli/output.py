@@ -131,7 +131,7 @@ class Output:
     def __post_init__(self) -> None:
         check_out(self.out)
         if self.plot is not None:
-            from tokenyard.lab.plots import check_picture
+            from tokenyard_lab.plots import check_picture
 
             check_picture(self.plot)
 
