@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
+
 from lab.training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 Parameters = dict[str, Tensor]

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
 from lab.training.network import Parameters, Shape, forward, generate, initialize, save
 from lab.training.problems import held_out, read_answer, stream
 from lab.training.vocabulary import END, PAD, encode, vocabulary

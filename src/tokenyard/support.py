@@ -23,7 +23,6 @@ from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight
 from tokenyard.formats import get as formats_get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
-from tokenyard_lab.markdown import markdown_table
 from tokenyard.routing import PLACEMENTS, ROUTERS, Placement
 
 YES, NO = "✓", "–"
@@ -46,10 +45,6 @@ class SupportTable:
         columns = [plain(column) or "what" for column in self.columns]
         cells = [dict(zip(columns, map(plain, row), strict=True)) for row in self.rows]
         return {"title": self.title, "note": plain(self.note), "rows": cells}
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, under its title in bold: pages choose their own headings."""
-        return f"**{self.title}.** {self.note}\n\n{markdown_table(self.columns, self.rows)}"
 
 
 def plain(text: str) -> str:

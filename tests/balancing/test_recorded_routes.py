@@ -8,9 +8,9 @@ import torch
 from tests.balancing.test_balance import recorded
 from tests.cli.runner import call
 from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan
+from tokenyard.balancing.recorded_routes import RouteRecorder, read_routes, write_routes
 from tokenyard.checkpoints import write_tensors
 from tokenyard.errors import InputError
-from tokenyard.balancing.recorded_routes import RouteRecorder, read_routes, write_routes
 from tokenyard.routing import Placement
 
 SPEC = LayerSpec(name="moe", hidden_size=4, intermediate_size=8, num_experts=5, top_k=2, experts="reference")

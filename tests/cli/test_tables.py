@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from rich.table import Table
 
-from tests.cli.runner import MIXTRAL, call
 from lab.tests.bench.tile_sweep import COLUMNS, in_words
+from tests.cli.runner import MIXTRAL, call
 from tokenyard.checkpoints import convert as convert_checkpoint
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.cli import bench_output, check, doctor

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenyard.errors import InputError
 from tokenyard.experts.spec import EXACT
-from tokenyard_lab.evaluation.cells import OWN_DTYPE
 from tokenyard.units import KB, MB
+from tokenyard_lab.evaluation.cells import OWN_DTYPE
 
 if TYPE_CHECKING:
     from tokenyard_lab.bench.records import Document, Record
@@ -31,7 +31,7 @@ def check_picture(path: Path | None) -> None:
         raise InputError(
             "matplotlib is not installed",
             expected="matplotlib 3.8 or newer, which draws the picture",
-            fix="pip install 'tokenyard[plot]'",
+            fix="pip install matplotlib",
         ) from error
     if path.suffix.lower() not in ENDINGS or not path.parent.is_dir():
         raise InputError(

@@ -13,8 +13,8 @@ from tests.models import WATCHED
 from tokenyard.errors import ContractError, InputError, PlanError, RankError, Reason, UnknownName
 from tokenyard.exchange import EXCHANGES, Pending, RowsAtHome, TwoSidedTransport
 from tokenyard.group import thread_groups
-from tokenyard_lab.bench import dispatch as bench
 from tokenyard.rows import CombineBuffer
+from tokenyard_lab.bench import dispatch as bench
 
 
 def measure_dispatch(world, kind="processes", **job):

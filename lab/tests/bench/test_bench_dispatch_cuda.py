@@ -11,6 +11,7 @@ import torch
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
 from tokenyard.errors import InputError, UnknownName
+from tokenyard.routing import Placement
 from tokenyard_lab.bench import dispatch_cuda as bench
 from tokenyard_lab.bench import machine_rates
 from tokenyard_lab.bench.clock import check_gpu
@@ -28,7 +29,6 @@ from tokenyard_lab.bench.dispatch_cells import dispatch_grid as grid
 from tokenyard_lab.bench.records import Document, Record
 from tokenyard_lab.bench.shapes import Shape
 from tokenyard_lab.plots import draw_figures
-from tokenyard.routing import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = "NVIDIA H200"

@@ -16,6 +16,7 @@ from tests.interpreted import run_interpreted
 from tokenyard.errors import ContractError, UnknownName
 from tokenyard.experts import ExpertsSpec, ReferenceExperts, activation
 from tokenyard.formats import get
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 from tokenyard_lab.bench import experts
 from tokenyard_lab.bench.clock import graph_clock
 from tokenyard_lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results
@@ -24,7 +25,6 @@ from tokenyard_lab.bench.experts_peers import grouped_peer
 from tokenyard_lab.bench.machine_rates import Rates
 from tokenyard_lab.bench.records import Document, Spread
 from tokenyard_lab.bench.shapes import BESIDE, CASES, LAYER_PEERS, MODELS, PEERS, TARGETS, Cell, grid
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

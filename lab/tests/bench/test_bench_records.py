@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tokenyard_lab.cli.bench_options import OPTIONS, choose, default_of
 from tokenyard.errors import InputError
-from tokenyard_lab.bench.clock import host_clock
+from tokenyard.machine_rates import host_clock
 from tokenyard_lab.bench.overhead import measure_overhead
 from tokenyard_lab.bench.records import Document, Record, Spread
+from tokenyard_lab.cli.bench_options import OPTIONS, choose, default_of
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 FILES = [path for path in sorted(RESULTS.glob("*.json")) if "parameters" in path.read_text()]

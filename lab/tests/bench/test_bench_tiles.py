@@ -10,11 +10,11 @@ import pytest
 
 from lab.tests.bench.tile_sweep import COLUMNS, can_be, lines_of, main, neighbors, search
 from tests.interpreted import run_interpreted
-from tokenyard_lab.cli.bench_output import print_document
 from tokenyard.errors import InputError
 from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs
 from tokenyard_lab.bench.records import Document
+from tokenyard_lab.cli.bench_output import print_document
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = [

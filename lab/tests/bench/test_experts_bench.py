@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenyard.errors import InputError
-from tokenyard_lab.bench.clock import host_clock
+from tokenyard.machine_rates import host_clock
 from tokenyard_lab.bench.experts import GROUPED, measure_experts
 from tokenyard_lab.bench.experts_peers import check_transformers, compare
 from tokenyard_lab.bench.machine_rates import Machine, measure_rates

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from tokenyard_lab.cli.bench_output import run_benchmark
 from tokenyard.cli.output import Output
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import tile_table
@@ -35,12 +34,14 @@ from tokenyard.experts.fused.tile_configs import (
     TileConfigs,
     plain_lines,
 )
-from tokenyard_lab.bench.clock import Clock, check_gpu, give_back_memory, graph_clock
+from tokenyard.machine_rates import Clock
+from tokenyard_lab.bench.clock import check_gpu, give_back_memory, graph_clock
 from tokenyard_lab.bench.drawn_experts import DrawnExperts
 from tokenyard_lab.bench.experts import check_batch, draw_batches, stage_of
 from tokenyard_lab.bench.records import Document, Record, Spread
 from tokenyard_lab.bench.runs import Run
 from tokenyard_lab.bench.shapes import Cell, cases_of, grid
+from tokenyard_lab.cli.bench_output import run_benchmark
 
 NOTE = "ours: what the table chooses; floor: the fastest that was tried"
 COLUMNS = ("first_product", "second_product")

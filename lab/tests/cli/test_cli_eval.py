@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.cli.runner import call, call_json
 from lab.tests.evaluation.checkpoints import save_random_model
+from tests.cli.runner import call, call_json
 
 THREADS = ("--kind", "threads", "--ranks", 2)
 

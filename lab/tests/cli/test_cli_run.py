@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.cli.runner import call, call_json
 from lab.tests.evaluation.checkpoints import save_random_model
+from tests.cli.runner import call, call_json
 from tokenyard_lab.cli.run import enough_of
 from tokenyard_lab.shipped import unknown_words
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cli.runner import call, call_json
 from lab.tests.soak import planted
+from tests.cli.runner import call, call_json
 
 SHORT = ("soak", "--threads", "--ranks", 2, "--no-losses", "--exchange", "two_sided")
 

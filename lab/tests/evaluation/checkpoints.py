@@ -3,6 +3,7 @@
 import json
 
 import torch
+
 from lab.training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.cli.runner import call
 from lab.tests.bench.test_bench_experts_cuda import tiny_case
+from tests.cli.runner import call
 from tokenyard.experts.spec import EXACT
 from tokenyard_lab.bench import machine_rates
 from tokenyard_lab.bench.records import Document

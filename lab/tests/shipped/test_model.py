@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 
 from lab.training.problems import held_out
 from lab.training.vocabulary import tokenizer_config, tokenizer_json
-
 from tokenyard.exchange import EXCHANGES, Pending, ResultsAtHome, TwoSidedTransport
 from tokenyard_lab.evaluation.cells import PROBES
 from tokenyard_lab.evaluation.decoding import answer, pad_left

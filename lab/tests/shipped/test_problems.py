@@ -5,6 +5,7 @@ from functools import cache
 from itertools import islice
 
 import pytest
+
 from lab.training.arithmetic import LARGEST, result, step
 from lab.training.problems import (
     MOST_STEPS,
@@ -17,7 +18,6 @@ from lab.training.problems import (
     stream,
 )
 from lab.training.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
-
 from tokenyard.errors import InputError
 from tokenyard_lab.evaluation.questions import held_out_questions
 from tokenyard_lab.shipped import held_out_problems

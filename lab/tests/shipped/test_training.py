@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+
 from lab.training.problems import held_out
 from lab.training.vocabulary import END, PAD, encode, vocabulary
 

@@ -4,6 +4,7 @@ import json
 from itertools import islice
 
 import pytest
+
 from lab.training.problems import held_out, stream
 from lab.training.vocabulary import (
     END,
@@ -14,7 +15,6 @@ from lab.training.vocabulary import (
     tokenizer_json,
     vocabulary,
 )
-
 from tokenyard_lab.shipped import unknown_words
 
 PROBLEMS = [*held_out(100), *islice(stream("training", seed=5), 1000)]

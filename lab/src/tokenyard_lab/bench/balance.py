@@ -23,12 +23,12 @@ from torch import Tensor
 from tokenyard.conformance.cases import random_weights
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Group, launch
-from tokenyard_lab.bench.rank_rounds import check_bits, layer_spec, slowest_ms, start_together
-from tokenyard_lab.bench.records import Record, Spread
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import Plan, plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, Routes, imbalance
+from tokenyard_lab.bench.rank_rounds import check_bits, layer_spec, slowest_ms, start_together
+from tokenyard_lab.bench.records import Record, Spread
 
 UNIFORM, BEFORE, AFTER = "uniform", "uneven", "uneven, rebalanced"
 # Targets: times the call under uniform load, times the mean load, times a copy, and ms of a pause.

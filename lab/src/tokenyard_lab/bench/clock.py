@@ -1,10 +1,8 @@
-"""The clock of all benchmarks in one process: it times several pieces of work in turns, round by round.
+"""The clock of a GPU: it times several pieces of work in turns, round by round, as `host_clock` does on a CPU.
 
-On a GPU each piece of work is captured once, in a CUDA graph. A round replays each graph as often as fits into
+Each piece of work is captured once, in a CUDA graph. A round replays each graph as often as fits into
 about 15 ms. In rounds without a pause the GPU is as warm as after hours of work, and slower for that where tensor cores
-are busy; with a rest before each round it is as fast as it can be. On a CPU a round runs each piece of work once.
-
-Every second round goes in the opposite order, so that a machine that slows down affects all pieces of work alike.
+are busy; with a rest before each round it is as fast as it can be.
 
 `Clock` is an argument wherever something is measured on a GPU: all but the clock runs on a CPU, too.
 """
@@ -12,15 +10,13 @@ Every second round goes in the opposite order, so that a machine that slows down
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
 from tokenyard.errors import InputError
-
-Work = Callable[[], Any]
+from tokenyard.machine_rates import Clock, Work, in_turns
 
 # µs that the replays of one graph in a round should take together, and the most replays.
 ROUND_US = 15_000.0
@@ -30,20 +26,9 @@ REST = 0.2
 RESTED_ROUNDS = 5
 
 
-class Clock(Protocol):
-    """Takes pieces of work by name; returns the µs that one run of each took, once for each round."""
-
-    def __call__(self, works: Mapping[str, Work], /) -> dict[str, list[float]]: ...
-
-
 def graph_clock(device: torch.device, rounds: int, *, rest: float = 0.0) -> Clock:
-    """A clock of so many rounds on this GPU, with so many seconds of rest before each."""
+    """A clock of this number of rounds on this GPU, with `rest` seconds without work before each."""
     return partial(_graph_times, device, rounds, rest)
-
-
-def host_clock(rounds: int, *, seconds: float = 0.0) -> Clock:
-    """A clock of so many rounds on the CPU, or more, until so many seconds have passed for each piece of work."""
-    return partial(_host_times, rounds, seconds)
 
 
 def _graph_times(
@@ -57,29 +42,10 @@ def _graph_times(
         replays[name] = max(1, min(MOST_REPLAYS, round(ROUND_US / max(1.0, _replay(graph, 1)))))
     times: dict[str, list[float]] = {name: [] for name in works}
     for number in range(1 + rounds):
-        for name in _order(works, number):
+        for name in in_turns(works, number):
             time.sleep(rest)
             times[name].append(_replay(graphs[name], replays[name]))
     return {name: found[1:] for name, found in times.items()}  # the first round warms up
-
-
-def _host_times(rounds: int, seconds: float, works: Mapping[str, Work], /) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()  # the first call allocates pages and builds tables
-    deadline = time.perf_counter() + seconds * len(works)
-    number = 0
-    while number < rounds or time.perf_counter() < deadline:
-        for name in _order(works, number):
-            start = time.perf_counter()
-            works[name]()
-            times[name].append(1e6 * (time.perf_counter() - start))
-        number += 1
-    return times
-
-
-def _order(works: Mapping[str, Work], number: int) -> list[str]:
-    return list(works)[:: 1 if number % 2 == 0 else -1]
 
 
 def _captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:

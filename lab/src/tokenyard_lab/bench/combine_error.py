@@ -22,12 +22,12 @@ from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Group, launch
-from tokenyard_lab.bench.records import Record, Spread
-from tokenyard_lab.unscaled_e4m3 import UNSCALED, studied_format
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
+from tokenyard_lab.bench.records import Record, Spread
+from tokenyard_lab.unscaled_e4m3 import UNSCALED, studied_format
 
 # One column in so many is an outlier; how many times as large it is in rows, and in results.
 _OUTLIER_EVERY, _LARGER_ROWS, _LARGER_RESULTS = 100, 10.0, 50.0

@@ -42,14 +42,14 @@ from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Arrival, Exchange, ExchangeSpec, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
-from tokenyard_lab.bench.rank_rounds import check_bits, layer_spec, slowest_ms, start_together
-from tokenyard_lab.bench.records import Record, Spread
-from tokenyard_lab.bench.shapes import check_rounds, check_top_k
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
+from tokenyard_lab.bench.rank_rounds import check_bits, layer_spec, slowest_ms, start_together
+from tokenyard_lab.bench.records import Record, Spread
+from tokenyard_lab.bench.shapes import check_rounds, check_top_k
 
 NOTE = (
     "gloo moves ready bytes; the floor: each rank copies the same bytes; memory on one host, not the speed of a link; "

@@ -26,7 +26,8 @@ import torch
 
 from tokenyard.errors import TokenyardError
 from tokenyard.formats import get
-from tokenyard_lab.bench.clock import Clock, give_back_memory
+from tokenyard.machine_rates import Clock
+from tokenyard_lab.bench.clock import give_back_memory
 from tokenyard_lab.bench.dispatch_cells import DispatchCell, dispatch_record, with_peer
 from tokenyard_lab.bench.records import Record
 from tokenyard_lab.bench.shapes import Shape, check_rounds, check_top_k

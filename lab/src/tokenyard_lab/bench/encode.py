@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from tokenyard.formats import FORMATS, Format
-from tokenyard_lab.bench.clock import host_clock
+from tokenyard.machine_rates import host_clock
 from tokenyard_lab.bench.records import Record, Spread
 
 CEILING = "ceiling (clone)"

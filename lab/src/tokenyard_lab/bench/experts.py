@@ -31,13 +31,14 @@ from torch import Tensor
 
 from tokenyard.experts import Experts, FusedExperts, GroupedExperts
 from tokenyard.formats import get
-from tokenyard_lab.bench.clock import Clock, Work, give_back_memory
+from tokenyard.machine_rates import Clock, Work
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard_lab.bench.clock import give_back_memory
 from tokenyard_lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
 from tokenyard_lab.bench.experts_peers import Peer, grouped_peer, host_peer
 from tokenyard_lab.bench.machine_rates import Machine, Rates
 from tokenyard_lab.bench.records import Record, Spread
 from tokenyard_lab.bench.shapes import BESIDE, PEERS, TARGETS, WITHIN, Case, Cell
-from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
 
 ROUNDS = 15
 # Batches of a graph; fewer, where a batch has many pairs.

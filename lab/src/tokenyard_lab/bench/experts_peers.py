@@ -20,9 +20,9 @@ from torch.nn import functional
 from tokenyard.errors import InputError
 from tokenyard.experts import ExpertsSpec, ExpertWeights, GroupedExperts
 from tokenyard.formats import QuantizedMatrix
-from tokenyard_lab.bench.clock import Work
-from tokenyard_lab.bench.drawn_experts import DrawnExperts
+from tokenyard.machine_rates import Work
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard_lab.bench.drawn_experts import DrawnExperts
 
 _E4M3_MAX = 448.0
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard_lab.bench.clock import Clock
+from tokenyard.machine_rates import Clock
 from tokenyard_lab.bench.dispatch_cells import MOST_STREAMS, PER_RANK, DispatchCell
 from tokenyard_lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION
 from tokenyard_lab.bench.shapes import Shape

@@ -32,9 +32,6 @@ from tokenyard.errors import GroupError
 from tokenyard.exchange import HostMap
 from tokenyard.experts import Experts
 from tokenyard.group import DistributedGroup, Group
-from tokenyard_lab.bench.rank_rounds import LEAD, check_bits, layer_spec, slowest_ms, start_together
-from tokenyard_lab.bench.records import Record, Spread
-from tokenyard_lab.hosts.network import Links, start_ranks
 from tokenyard.layer import MoELayer
 from tokenyard.planning.drafting import draft
 from tokenyard.planning.planner import plan
@@ -42,6 +39,9 @@ from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, Routes
 from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
 from tokenyard.temporary_folders import temporary_folder
+from tokenyard_lab.bench.rank_rounds import LEAD, check_bits, layer_spec, slowest_ms, start_together
+from tokenyard_lab.bench.records import Record, Spread
+from tokenyard_lab.hosts.network import Links, start_ranks
 
 NOTES = [
     "hosts are network namespaces of one machine, ranks are processes; the experts scale rows",

@@ -31,13 +31,13 @@ from torch import Tensor
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
 from tokenyard.group import Group
+from tokenyard.layer import MoELayer, overlapped
+from tokenyard.planning.planner import plan
+from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows
 from tokenyard_lab.bench.hosts import Job, ScalingExperts, found_by_ranks, main, set_links
 from tokenyard_lab.bench.rank_rounds import check_bits, slowest_ms, start_together
 from tokenyard_lab.bench.records import Record, Spread
 from tokenyard_lab.hosts.network import Links
-from tokenyard.layer import MoELayer, overlapped
-from tokenyard.planning.planner import plan
-from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows
 
 NOTES = [
     "hosts are network namespaces of one machine, ranks are processes; experts compute for a time of the clock",

@@ -33,7 +33,9 @@ from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
 from tokenyard.formats import get, weight_format
 from tokenyard.formats.base import EncodedRows
-from tokenyard_lab.bench.clock import Work, give_back_memory
+from tokenyard.machine_rates import Work
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+from tokenyard_lab.bench.clock import give_back_memory
 from tokenyard_lab.bench.dispatch_cells import DispatchCell, traffic
 from tokenyard_lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION
 from tokenyard_lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
@@ -41,7 +43,6 @@ from tokenyard_lab.bench.experts import Load, floor_of
 from tokenyard_lab.bench.machine_rates import Machine
 from tokenyard_lab.bench.records import Record, Spread
 from tokenyard_lab.bench.shapes import LAYER_PEERS, Case, Cell, check_top_k
-from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 if TYPE_CHECKING:
     from tokenyard_lab.bench.virtual_ranks import Batch, VirtualRanks

@@ -1,32 +1,21 @@
-"""The best rates of a machine, measured in the run that uses them: moving bytes, and plain matrix products.
+"""The best rates of a machine, measured in the run that uses them: reading and copying, plain and fp8 products.
 
 A rate is the fastest of several ways to do the same. All are per µs.
 """
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tokenyard_lab.bench.clock import (
-    REST,
-    RESTED_ROUNDS,
-    Clock,
-    Work,
-    check_gpu,
-    give_back_memory,
-    graph_clock,
-)
+from tokenyard.machine_rates import SQUARE, Clock, Work, copy_rate, fastest, product_rate, square
+from tokenyard_lab.bench.clock import REST, RESTED_ROUNDS, check_gpu, give_back_memory, graph_clock
 
 ON_THE_CPU = "leave out --device to measure on the CPU"
-# By kind of device: bytes that are read and copied, far more than caches hold, and the side of the product.
+# By kind of device: bytes that are read, far more than caches hold.
 READ_BYTES = {"cuda": 4 * 2**30, "cpu": 64 * 2**20}
-COPY_BYTES = {"cuda": 2**30, "cpu": 256 * 2**20}
-SQUARE = {"cuda": 8192, "cpu": 2048}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,38 +67,13 @@ class Machine:
 def measure_rates(device: torch.device, clock: Clock) -> Rates:
     """Measure all rates of a machine."""
     rates = Rates(
-        read=READ_BYTES[device.type] / _fastest(clock, _reads(device)),
+        read=READ_BYTES[device.type] / fastest(clock, _reads(device)),
         copy=copy_rate(device, clock),
         product=product_rate(device, clock),
         fp8=_fp8_rate(device, clock),
     )
     give_back_memory(device)
     return rates
-
-
-def copy_rate(device: torch.device, clock: Clock) -> float:
-    """The bandwidth of a large copy: bytes read plus bytes written, per µs."""
-    nbytes = COPY_BYTES[device.type]
-    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        # By a kernel, as in what it is compared with. In a graph, `copy_` runs on the copy engines: 2.77 TB/s on an
-        # H200, where this kernel reaches 4.25.
-        torch.mul(source, 2.0, out=target)
-
-    return 2 * nbytes / _fastest(clock, {"copy": copy})
-
-
-def product_rate(device: torch.device, clock: Clock) -> float:
-    """Operations per µs of a plain square product, in the faster dtype."""
-    dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
-    works = {str(dtype): _product(device, dtype) for dtype in dtypes}
-    return 2 * float(SQUARE[device.type]) ** 3 / _fastest(clock, works)
-
-
-def _fastest(clock: Clock, works: dict[str, Work]) -> float:
-    return min(statistics.median(times) for times in clock(works).values())
 
 
 def _reads(device: torch.device) -> dict[str, Work]:
@@ -127,23 +91,8 @@ def _reads(device: torch.device) -> dict[str, Work]:
     return works
 
 
-def _square(device: torch.device, dtype: torch.dtype) -> Tensor:
-    side, draw = SQUARE[device.type], torch.Generator(device).manual_seed(0)
-    return torch.randn(side, side, device=device, generator=draw).to(dtype)
-
-
-def _product(device: torch.device, dtype: torch.dtype) -> Work:
-    a = _square(device, dtype)
-    out = torch.empty_like(a)
-
-    def multiply() -> None:
-        torch.mm(a, a.t(), out=out)
-
-    return multiply
-
-
 def _fp8_rate(device: torch.device, clock: Clock) -> float | None:
-    a = _square(device, torch.bfloat16).to(torch.float8_e4m3fn)
+    a = square(device, torch.bfloat16).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     scaled_mm: Any = torch._scaled_mm
 
@@ -153,6 +102,6 @@ def _fp8_rate(device: torch.device, clock: Clock) -> float | None:
     if device.type == "cpu":  # it would be emulated
         return None
     try:
-        return 2 * float(SQUARE[device.type]) ** 3 / _fastest(clock, {"fp8": multiply})
+        return 2 * float(SQUARE[device.type]) ** 3 / fastest(clock, {"fp8": multiply})
     except (RuntimeError, NotImplementedError, ValueError):  # GPUs before Ada, and some builds of torch
         return None

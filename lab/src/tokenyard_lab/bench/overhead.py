@@ -17,15 +17,15 @@ import torch
 from tokenyard.conformance.cases import Case
 from tokenyard.formats import get
 from tokenyard.group import Group, thread_groups
-from tokenyard_lab.bench.clock import host_clock
+from tokenyard.layer import MoELayer
+from tokenyard.machine_rates import host_clock
+from tokenyard.planning.planner import plan
+from tokenyard.routing import SoftmaxRouter
+from tokenyard.rows import LocalRoutes, ReceivedRows
 from tokenyard_lab.bench.records import Record, Spread
 from tokenyard_lab.bench.transformers_ep import OURS, PEER, Candidate, alternate
 from tokenyard_lab.evaluation.models import load_whole
 from tokenyard_lab.shipped import shipped_model
-from tokenyard.layer import MoELayer
-from tokenyard.planning.planner import plan
-from tokenyard.routing import SoftmaxRouter
-from tokenyard.rows import LocalRoutes, ReceivedRows
 
 # Targets: times the experts alone, and times a step of plain Transformers.
 MOST_OF_LAYER = 2.0

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard_lab.bench.clock import Work
+from tokenyard.machine_rates import Work
 
 BLOCK = 16 * 1024  # numbers that a block of the kernel reads
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenyard.exchange import resolve
+from tokenyard.machine_rates import copy_rate, host_clock
+from tokenyard.planning.drafting import draft
 from tokenyard_lab.bench import (
     balance,
     clock,
@@ -30,7 +32,6 @@ from tokenyard_lab.bench.records import Document, Record
 from tokenyard_lab.bench.shapes import MODELS, Case, Cell, Shape, cases_of, cells_of, check_top_k, grid
 from tokenyard_lab.hosts.network import check_hosts
 from tokenyard_lab.unscaled_e4m3 import studied_format, studied_ways_back
-from tokenyard.planning.drafting import draft
 
 
 class _Kind(NamedTuple):
@@ -107,12 +108,12 @@ def experts_cpu_run(tokens: Sequence[int], weights: Sequence[str], rounds: int, 
         sizes=tuple(tokens),
         arrives=tuple((name, "bf16") for name in weights),
     )
-    measured, device, host_clock = cells_of(shape), torch.device("cpu"), clock.host_clock(rounds)
+    measured, device, times = cells_of(shape), torch.device("cpu"), host_clock(rounds)
 
     def figures() -> Iterator[Record]:
-        rates = machine_rates.measure_rates(device, host_clock)
+        rates = machine_rates.measure_rates(device, times)
         document.setup |= rates.as_setup()
-        machine = machine_rates.Machine(device=device, name="cpu", clock=host_clock, rates=rates)
+        machine = machine_rates.Machine(device=device, name="cpu", clock=times, rates=rates)
         yield from experts.measure_experts(measured, kind=experts.GROUPED, machine=machine)
 
     setup = {**sizes, "threads": torch.get_num_threads(), "rounds": rounds}
@@ -239,7 +240,7 @@ def dispatch_cuda_run(
     dispatch_cuda.check_cells(cells, shape, rounds)
     device = clock.check_gpu(machine_rates.ON_THE_CPU)
     gpu, graph_clock = torch.cuda.get_device_name(device), clock.graph_clock(device, rounds)
-    copied = machine_rates.copy_rate(device, graph_clock)
+    copied = copy_rate(device, graph_clock)
     setup = {"gpu": gpu, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6}
     document = _document("dispatch-cuda", setup, dispatch_cuda.NOTE)
 

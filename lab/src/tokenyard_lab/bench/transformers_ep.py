@@ -35,13 +35,13 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.group import Group, launch
-from tokenyard_lab.bench.clock import host_clock
+from tokenyard.machine_rates import host_clock
+from tokenyard.temporary_folders import temporary_folder
 from tokenyard_lab.bench.experts_peers import check_transformers
 from tokenyard_lab.bench.machine_rates import Rates, measure_rates
 from tokenyard_lab.bench.rank_rounds import slowest_ms
 from tokenyard_lab.bench.records import Record, Spread
 from tokenyard_lab.evaluation.models import load_whole, quietly
-from tokenyard.temporary_folders import temporary_folder
 
 OURS, PEER = "ours", "Transformers"
 NOTE = (

@@ -24,11 +24,11 @@ from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
 from tokenyard.exchange.transports.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
+from tokenyard.routing import Placement
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 from tokenyard_lab.bench.dispatch_cells import PER_RANK, DispatchCell
 from tokenyard_lab.bench.rank_rounds import check_bits
 from tokenyard_lab.bench.shapes import Shape
-from tokenyard.routing import Placement
-from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 # Seconds after which a kernel that waits for another rank gives up.
 DEADLINE = 5.0

@@ -13,12 +13,13 @@ from typing import Any
 
 import typer
 
-from tokenyard_lab.cli.bench_options import choose, dependent
-from tokenyard_lab.cli.bench_output import run_benchmark, show
-from tokenyard.cli.options import JSON_FLAG, ONLY_EXCHANGES, OUT_FILE, PLOT_FILE, option
+from tokenyard.cli.options import JSON_FLAG, option
 from tokenyard.cli.output import Command, CommandGroup, Output, reported
 from tokenyard.cli.parts import refuse_override
 from tokenyard.errors import InputError
+from tokenyard_lab.cli.bench_options import choose, dependent
+from tokenyard_lab.cli.bench_output import run_benchmark, show
+from tokenyard_lab.cli.options import ONLY_EXCHANGES, OUT_FILE, PLOT_FILE
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -40,11 +41,15 @@ def _benchmark(declared: Callable[..., str | None]) -> None:
         name, where = declared.__name__, declared(as_json=as_json, out=out, **given)
         if where is not None:
             name, given = f"{name}_{where}", vars(choose(name, where, given))
-        output = Output(as_json, out, given.pop("plot", None))
+        output, plot = Output(as_json, out), given.pop("plot", None)
+        if plot is not None:
+            from tokenyard_lab.plots import check_picture
+
+            check_picture(plot)
         given.pop("device", None)  # it is part of the name of the run
         from tokenyard_lab.bench import runs
 
-        run_benchmark(getattr(runs, f"{name}_run")(**given), output)
+        run_benchmark(getattr(runs, f"{name}_run")(**given), output, plot)
 
     app.command(cls=Command)(reported(command))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import PLOT_FILE, option
+from tokenyard.cli.options import option
 from tokenyard.cli.output import Output, console, reported, save_json, say
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
+from tokenyard_lab.cli.options import PLOT_FILE
 
 if TYPE_CHECKING:
     from tokenyard_lab.bench.records import Document
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 
 
-def run_benchmark(run: Run, output: Output) -> None:
+def run_benchmark(run: Run, output: Output, plot: Path | None) -> None:
     """Measure step by step, with progress on stderr; then print, save and draw the figures."""
     from tokenyard_lab.bench.records import figure
 
@@ -42,9 +43,9 @@ def run_benchmark(run: Run, output: Output) -> None:
         if output.out is not None:  # after every step, so that figures survive if the machine goes away
             save_json(document.as_dict(), output.out)
     run.finish()
-    output.deliver(
-        document.as_dict(), lambda: print_document(document), lambda _, path: _draw(document, path)
-    )
+    output.deliver(document.as_dict(), lambda: print_document(document))
+    if plot is not None:
+        _draw(document, plot)
     if document.failed():
         raise typer.Exit(EXIT_FAILED)
 
@@ -66,16 +67,27 @@ def print_document(document: Document) -> None:
 
 @reported
 def show(
-    file: Path = typer.Argument(..., help="A file that a benchmark wrote (--out)."),
+    file: Path = typer.Argument(..., help="A file that a benchmark or `tokenyard balance` wrote (--out)."),
     markdown: bool = option(False, "Print a table in Markdown.", "--markdown"),
     plot: Path | None = PLOT_FILE,
 ) -> None:
-    """Show figures that a benchmark has saved."""
+    """Show figures that a benchmark has saved, or draw what `tokenyard balance` has saved."""
+    from tokenyard_lab.bench.records import Document
     from tokenyard_lab.markdown import markdown_table
-    from tokenyard_lab.plots import check_picture
+    from tokenyard_lab.plots import check_picture, draw_balance
 
-    document = _read(file)
+    found = _read(file)
     check_picture(plot)
+    if isinstance(found, dict) and found.get("command") == "balance":
+        if plot is None or markdown:
+            raise InputError(
+                f"{file}: a forecast of `tokenyard balance`",
+                expected="a file to draw it into",
+                fix="pass --plot, without --markdown",
+            )
+        draw_balance(found, plot)
+        return
+    document = Document.from_dict(found, str(file))
     if plot is not None:
         _draw(document, plot)
     if markdown:
@@ -85,15 +97,12 @@ def show(
         print_document(document)
 
 
-def _read(file: Path) -> Document:
-    from tokenyard_lab.bench.records import Document
-
+def _read(file: Path) -> Any:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
             f"{file} cannot be read ({getattr(error, 'strerror', None) or error})",
             expected="a JSON document",
             fix="pass a file that --out wrote",
         ) from error
-    return Document.from_dict(found, str(file))

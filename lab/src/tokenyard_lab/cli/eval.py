@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import (
-    JSON_FLAG,
+from tokenyard.cli.options import JSON_FLAG, option
+from tokenyard.cli.output import Output, progress_bar, save_json
+from tokenyard.cli.parts import refuse_override
+from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError
+from tokenyard.units import size
+from tokenyard_lab.cli.options import (
     LONGEST_ANSWER,
     MODEL_FOLDER,
     ONLY_EXCHANGES,
@@ -23,14 +28,8 @@ from tokenyard.cli.options import (
     RANK_COUNT,
     RANK_KIND,
     STARTED_DEVICE,
-    option,
 )
-from tokenyard.cli.output import Output, progress_bar, save_json
-from tokenyard.cli.parts import refuse_override
 from tokenyard_lab.cli.run import start_ranks
-from tokenyard.cli.tables import show_table
-from tokenyard.errors import InputError
-from tokenyard.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,11 +82,12 @@ def evaluate(
     from tokenyard_lab.evaluation.models import check_model
     from tokenyard_lab.evaluation.questions import held_out_questions, read_questions
     from tokenyard_lab.evaluation.table import Evaluation
-    from tokenyard_lab.plots import draw_accuracy
+    from tokenyard_lab.plots import check_picture, draw_accuracy
 
     refuse_override()
     folder = check_model(model)
-    output = Output(as_json, out if where.leads else None, plot)
+    output = Output(as_json, out if where.leads else None)
+    check_picture(plot)
     evaluation = Evaluation(
         ranks=where,
         folder=folder,
@@ -125,8 +125,10 @@ def evaluate(
     rows = _run(evaluation, keep, shows=where.leads)
     if not where.leads:
         return
-    questions = len(evaluation.questions)
-    output.deliver(document_of(rows), lambda: _show(rows, questions, where.size), draw_accuracy)
+    document, questions = document_of(rows), len(evaluation.questions)
+    output.deliver(document, lambda: _show(rows, questions, where.size))
+    if plot is not None:
+        draw_accuracy(document, plot)
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:

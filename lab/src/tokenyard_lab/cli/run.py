@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import (
-    JSON_FLAG,
-    LONGEST_ANSWER,
-    MODEL_FOLDER,
-    RANK_COUNT,
-    RANK_KIND,
-    STARTED_DEVICE,
-    option,
-)
+from tokenyard.cli.machine import provenance, under_torchrun
+from tokenyard.cli.options import JSON_FLAG, option
 from tokenyard.cli.output import check_out, console, print_json, say
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError, shown
 from tokenyard.units import size
+from tokenyard_lab.cli.options import LONGEST_ANSWER, MODEL_FOLDER, RANK_COUNT, RANK_KIND, STARTED_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,10 +70,10 @@ def run(
     from tokenyard.exchange import resolve
     from tokenyard.experts.spec import EXACT
     from tokenyard.formats import get, weight_format
+    from tokenyard.planning.choosing import AUTO
     from tokenyard_lab.evaluation.answering import answer_questions
     from tokenyard_lab.evaluation.models import check_model
     from tokenyard_lab.evaluation.questions import Question, held_out_questions
-    from tokenyard.planning.choosing import AUTO
 
     _check_prompts(prompt or (), shipped=model is None)
     check_out(record)
@@ -152,7 +145,7 @@ def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
 
     if kind == "processes":
         start_forkserver(*PRELOAD)  # it loads torch and Transformers while this process does
-    from tokenyard_lab.evaluation.ranks import StartedRanks, TorchrunRanks, under_torchrun
+    from tokenyard_lab.evaluation.ranks import StartedRanks, TorchrunRanks
 
     return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind, device=device)
 

@@ -10,20 +10,13 @@ import typer
 
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import (
-    JSON_FLAG,
-    LOADED_EXCHANGES,
-    OUT_FILE,
-    PLOT_FILE,
-    RANK_COUNT,
-    ROWS_DEVICE,
-    option,
-)
+from tokenyard.cli.options import JSON_FLAG, LOADED_EXCHANGES, ROWS_DEVICE, option
 from tokenyard.cli.output import Output, console, say
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
 from tokenyard.units import MB, size
+from tokenyard_lab.cli.options import OUT_FILE, PLOT_FILE, RANK_COUNT
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -65,7 +58,7 @@ def soak(
         start_forkserver("tokenyard_lab.soaking.worker")  # it loads torch while this process does
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
-    from tokenyard_lab.plots import draw_soak
+    from tokenyard_lab.plots import check_picture, draw_soak
     from tokenyard_lab.soaking import Settings
     from tokenyard_lab.soaking import soak as run_soak
 
@@ -78,7 +71,8 @@ def soak(
             expected="losses on a CPU: a soak kills no ranks on GPUs yet",
             fix="leave out --losses",
         )
-    output = Output(as_json, out, plot)
+    output = Output(as_json, out)
+    check_picture(plot)
     settings = Settings(
         ranks=ranks,
         kind="processes" if processes else "threads",
@@ -93,7 +87,10 @@ def soak(
     with _Display(settings.seconds) as display:
         describe_progress(display.describe)
         report = run_soak(settings, display.on_progress)
-    output.deliver(_document(report), lambda: _show(report), draw_soak)
+    document = _document(report)
+    output.deliver(document, lambda: _show(report))
+    if plot is not None:
+        draw_soak(document, plot)
     if not report.passed:
         raise typer.Exit(EXIT_OFF)
 

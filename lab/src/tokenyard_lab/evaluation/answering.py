@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tokenyard.group import Group
 from tokenyard.balancing.recorded_routes import RouteRecorder, write_routes
+from tokenyard.group import Group
 from tokenyard_lab.evaluation.cells import MAX_TOKENS
 from tokenyard_lab.evaluation.decoding import answer, pad_left
 from tokenyard_lab.evaluation.models import load_language

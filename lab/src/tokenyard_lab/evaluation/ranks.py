@@ -93,11 +93,6 @@ class TorchrunRanks:
         return self.group.gather_json(job(self.group, *args, send), phase="results")
 
 
-def under_torchrun() -> bool:
-    """Whether this process is a rank that `torchrun` has started."""
-    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def _drop(message: dict[str, Any]) -> None:
     """Drop a message."""
 

@@ -22,10 +22,10 @@ from tokenyard.conformance.cases import Case, same_bits
 from tokenyard.conformance.draws import draw_case
 from tokenyard.exchange import Transport, resolve
 from tokenyard.group import Group
-from tokenyard_lab.soaking.serving import Batch, Served, named, two_in_flight
-from tokenyard_lab.soaking.settings import Settings
 from tokenyard.planning.planner import Plan, plan
 from tokenyard.planning.wiring import Wiring, wire_layer
+from tokenyard_lab.soaking.serving import Batch, Served, named, two_in_flight
+from tokenyard_lab.soaking.settings import Settings
 
 EpisodeKind = Literal["case", "growth", "split", "loss"]
 

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenyard.group import launch
+from tokenyard.temporary_folders import temporary_folder
 from tokenyard_lab.soaking.measuring import Sample, check_measurable
 from tokenyard_lab.soaking.run_folder import Counts, Finding, RunFolder
 from tokenyard_lab.soaking.settings import Settings
 from tokenyard_lab.soaking.verdict import Growth, judge
 from tokenyard_lab.soaking.worker import RunArguments, work
-from tokenyard.temporary_folders import temporary_folder
 
 # Groups that may break before a soak is given up.
 _MOST_BREAKS = 3

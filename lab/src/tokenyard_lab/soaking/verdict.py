@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenyard.units import MB
 from tokenyard_lab.soaking.measuring import Sample
 from tokenyard_lab.soaking.run_folder import Finding
-from tokenyard.units import MB
 
 # Bytes per second: 1 MB in 10 minutes.
 MOST_GROWTH = MB / 600
