@@ -4,12 +4,29 @@ import gc
 import os
 import random
 import zlib
+from importlib.util import find_spec
 
 import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels run on the CPU then
+
+# The documentation shows the lab's figures, model and commands: these tests need tokenyard-lab (`pip install ./lab`).
+collect_ignore = (
+    [
+        "lab",
+        "tests/formats/test_non_finite.py",
+        "tests/test_docs.py",
+        "tests/test_error_table.py",
+        "tests/test_pictures.py",
+        "tests/test_reference.py",
+        "tests/test_site.py",
+        "tests/test_support.py",
+    ]
+    if find_spec("tokenyard_lab") is None
+    else []
+)
 
 os.environ.pop(
     "COLUMNS", None

@@ -10,10 +10,10 @@ import torch
 
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
+from tokenyard import machine_rates
 from tokenyard.errors import InputError, UnknownName
 from tokenyard.routing import Placement
 from tokenyard_lab.bench import dispatch_cuda as bench
-from tokenyard_lab.bench import machine_rates
 from tokenyard_lab.bench.clock import check_gpu
 from tokenyard_lab.bench.dispatch_cells import (
     ALL_RANKS,
@@ -30,7 +30,7 @@ from tokenyard_lab.bench.records import Document, Record
 from tokenyard_lab.bench.shapes import Shape
 from tokenyard_lab.plots import draw_figures
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 H200 = "NVIDIA H200"
 COPY = 4.24e6  # bytes per µs
 

@@ -26,7 +26,7 @@ from tokenyard_lab.bench.machine_rates import Rates
 from tokenyard_lab.bench.records import Document, Spread
 from tokenyard_lab.bench.shapes import BESIDE, CASES, LAYER_PEERS, MODELS, PEERS, TARGETS, Cell, grid
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 # The rates that the floors of the figures were computed with: 4.45 TB/s, 790 TFLOP/s, and as much as it takes in fp8.
 RATES = Rates(read=4.45e6, copy=4.2e6, product=790e6, fp8=1400e6)

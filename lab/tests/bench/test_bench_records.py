@@ -11,7 +11,7 @@ from tokenyard_lab.bench.overhead import measure_overhead
 from tokenyard_lab.bench.records import Document, Record, Spread
 from tokenyard_lab.cli.bench_options import OPTIONS, choose, default_of
 
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
 FILES = [path for path in sorted(RESULTS.glob("*.json")) if "parameters" in path.read_text()]
 
 

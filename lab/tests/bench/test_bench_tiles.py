@@ -12,11 +12,13 @@ from lab.tests.bench.tile_sweep import COLUMNS, can_be, lines_of, main, neighbor
 from tests.interpreted import run_interpreted
 from tokenyard.errors import InputError
 from tokenyard.experts.fused import tile_table
-from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs
+from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs, expected_pairs
+from tokenyard_lab.bench.experts import draw_routes
 from tokenyard_lab.bench.records import Document
+from tokenyard_lab.bench.shapes import CASES
 from tokenyard_lab.cli.bench_output import print_document
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 SOME = [
     TileConfig(128, 16, 128, 4, 3),
     TileConfig(256, 128, 64, 8, 4, 64),
@@ -125,3 +127,15 @@ def test_without_a_gpu_it_says_so():
     with pytest.raises(InputError, match="sees no GPU") as refused:
         main(["--cells", "A", "--weights", "bf16"])
     assert "--device" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["A", "B", "FLASH", "PRO", "V3"])
+def test_rows_that_arrive_and_all_slots_of_a_workspace_promise_the_same_pairs(name):
+    """So a layer has the tiles that were measured, however its rows are handed to the experts."""
+    case = CASES[name]
+    for size in case.sizes[1:3]:
+        ids_RK, _ = draw_routes(case, size, seed=1)
+        pairs, shares = int((ids_RK >= 0).sum()), (case.top_k, case.local_experts, case.num_experts)
+        slots = round(pairs * case.ranks / case.top_k)  # of which all ranks' experts get as many pairs
+        assert expected_pairs(len(ids_RK), *shares, may_be_empty=False) == pytest.approx(pairs, rel=0.15)
+        assert expected_pairs(slots, *shares, may_be_empty=True) == pytest.approx(pairs, rel=0.02)

@@ -25,7 +25,7 @@ SLACK = 20.0  # seconds beyond a deadline, on a machine that does much else
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_job(folder, ranks_by_host, job, *, start=torchrun, **options):

@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tokenyard
+import tokenyard_lab
 from tokenyard.errors import GroupError, InputError
 from tokenyard_lab.hosts.host import STORE_PORT, address_of, name_of
 
@@ -89,8 +91,9 @@ def run_on_hosts(
     names = [f"{address_of(host)} {name_of(host)}" for host in range(len(commands))]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     switch = [sys.executable, "-m", "tokenyard_lab.hosts.switch", str(folder)]
-    # Hosts run the package that runs here, from wherever they are started.
-    paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
+    # Hosts run the packages that run here, from wherever they are started.
+    packages = (tokenyard.__file__, tokenyard_lab.__file__)
+    paths = [*(str(Path(path).resolve().parents[1]) for path in packages), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # In a session of its own: the terminal's signals do not reach it. If `unshare` is killed, all is (--kill-child).
     try:
