@@ -13,7 +13,7 @@ from lab.training.vocabulary import END, PAD, encode, vocabulary
 @pytest.fixture(scope="module")
 def scripts():
     """The modules of the script."""
-    from training import network, train
+    from lab.training import network, train
 
     return network, train
 
