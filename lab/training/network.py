@@ -1,7 +1,7 @@
 """Qwen3-MoE in plain functions over a dict of tensors, made for fast training of a small model.
 
 The parameters carry the names of Transformers' `Qwen3MoeForCausalLM`, and `save` writes a checkpoint that it loads;
-`tests/shipped` compares the logits of the two. All experts compute all tokens, as one wide feed-forward layer whose
+`lab/tests/shipped` compares the logits of the two. All experts compute all tokens, as one wide feed-forward layer whose
 hidden units are scaled by the routing weights (zero for experts that were not chosen): with 16 small experts
 that is faster than sorting tokens, and it has the same value and gradient.
 

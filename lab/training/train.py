@@ -1,9 +1,9 @@
 """Train the model that ships with tokenyard, in minutes on one GPU.
 
-    PYTHONPATH=src:. python3 -m training.train --seconds 165 --out model --log train.jsonl
+    python3 -m lab.training.train --seconds 165 --out model --log train.jsonl
 
 Worker processes make fresh problems without end, so no problem is seen twice (but for chance), and none that is
-held out is ever seen (`training.problems`). The loss counts the solution only. Experts see their rows with
+held out is ever seen (`lab.training.problems`). The loss counts the solution only. Experts see their rows with
 noise of up to 10% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a row.
 The learning rate follows the clock (or, with `--steps`, the steps): it reaches zero when the time is over.
 """

@@ -85,7 +85,7 @@ interpreter.install()
 numpy.seterr(all="ignore")
 from lab.tests.bench.test_bench_experts_cuda import CASES, tiny_case
 CASES["A"] = tiny_case("A")
-from tests.experts import tile_sweep
+from lab.tests.bench import tile_sweep
 from tokenyard_lab.bench import experts
 from tokenyard_lab.bench.records import Document
 from tokenyard_lab.bench.shapes import grid
