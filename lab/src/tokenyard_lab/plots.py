@@ -159,7 +159,7 @@ def _draw_panel(axes: Any, document: Document, records: Sequence[Record], lines:
 def draw_accuracy(document: dict[str, Any], path: Path) -> None:
     """Draw a document of `tokenyard eval`: against bytes of rows on the left, of experts' weights on the right.
 
-    Below the accuracy stands the error of the logits, which moves before the answers do.
+    Below the accuracy is the error of the logits, which changes before the answers do.
     """
     whole, *rows = document["results"]
     rows = [row for row in rows if row["exchange"] == rows[0]["exchange"]]

@@ -108,14 +108,14 @@ def test_wrong_options_are_exit_code_two(options, message, random_model, monkeyp
 
 
 def test_a_file_that_goes_bad_costs_no_figures(random_model, own_questions, tmp_path, monkeypatch):
-    out, room = tmp_path / "eval.json", import_module("tokenyard_lab.evaluation.table")
-    measured = room.Evaluation.rows
+    out, module = tmp_path / "eval.json", import_module("tokenyard_lab.evaluation.table")
+    measured = module.Evaluation.rows
 
     def rows(evaluation, on_message):
         out.mkdir()  # it could be written before the first row
         return measured(evaluation, on_message)
 
-    monkeypatch.setattr(room.Evaluation, "rows", rows)
+    monkeypatch.setattr(module.Evaluation, "rows", rows)
     result = call(
         *("eval", *THREADS, "--model", random_model, "--data", own_questions, "--problems", 1, "--json"),
         *("--max-new-tokens", 1, "--wire", "bf16", "--weights", "bf16", "--exchange", "two_sided"),

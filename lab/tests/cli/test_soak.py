@@ -74,8 +74,8 @@ def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
 @pytest.fixture
 def out_that_goes_bad(tmp_path, monkeypatch):
     """A file that could be written when the soak began, and cannot when it ends."""
-    out, room = tmp_path / "soak.json", import_module("tokenyard_lab.soaking")
-    run_soak = room.soak
+    out, module = tmp_path / "soak.json", import_module("tokenyard_lab.soaking")
+    run_soak = module.soak
 
     def soak(*args):
         assert not out.exists()
@@ -83,7 +83,7 @@ def out_that_goes_bad(tmp_path, monkeypatch):
         out.mkdir()
         return report
 
-    monkeypatch.setattr(room, "soak", soak)
+    monkeypatch.setattr(module, "soak", soak)
     return out
 
 

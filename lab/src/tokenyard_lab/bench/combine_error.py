@@ -29,7 +29,7 @@ from tokenyard.routing import Routes
 from tokenyard_lab.bench.records import Record, Spread
 from tokenyard_lab.unscaled_e4m3 import UNSCALED, studied_format
 
-# One column in so many is an outlier; how many times as large it is in rows, and in results.
+# One column in 100 is an outlier; how many times as large it is in rows, and in results.
 _OUTLIER_EVERY, _LARGER_ROWS, _LARGER_RESULTS = 100, 10.0, 50.0
 # The root mean square of the layer's output (of its ordinary columns), to a power of two.
 _SIZES = {"gaussian": 1.0, "outliers": 1.0, "small": 2.0**-7}
@@ -74,7 +74,7 @@ class _Drawn:
 def measure_combine_error(
     study: Study, ranks: int, results: str, combine_wires: Sequence[str]
 ) -> list[Record]:
-    """The error of every combine wire on so many ranks, for results of one kind: a record for each.
+    """The error of every combine wire on this number of ranks, for results of one kind: a record for each.
 
     >>> study = Study(hidden_size=64, intermediate_size=8, num_experts=4, top_k=2, tokens=4, layers=1)
     >>> for record in measure_combine_error(study, 2, "gaussian", ["bf16", "nvfp4"]):
@@ -155,7 +155,7 @@ def _draw(study: Study, results: str, seed: int) -> _Drawn:
 
 
 def _outputs(drawn: _Drawn, ranks: int, combine_wires: Sequence[str]) -> dict[str, Tensor]:
-    """The output of the layer on so many ranks, by combine wire."""
+    """The output of the layer on this number of ranks, by combine wire."""
     by_rank = launch(ranks, _share_of_outputs, drawn, combine_wires)
     outputs = {}
     for wire in combine_wires:

@@ -101,7 +101,7 @@ def measure_dispatch(
 ) -> list[Record]:
     """Time dispatch and combine of one layer through every exchange (or those named) on `world` ranks.
 
-    One record per exchange, in ms of a round trip. Peer and floor stand beside it; threads have no gloo. Ratios are
+    One record per exchange, in ms of a round trip. Peer and floor are beside it; threads have no gloo. Ratios are
     taken round by round: `gloo / ours` is above 1 where ours is faster, `ours / floor` is 1 at best.
     Of the details `out_ms` lasts until the last rank has its rows, and `back_ms` is the rest; bytes are what all ranks
     together put on the wire in one round trip. With `paranoid` a record follows for each exchange that watches itself.
@@ -157,7 +157,7 @@ class _Batch:
         self._draw = draw
 
     def results(self, num_rows: int) -> Tensor:
-        """Results for so many received rows, as experts of this rank would return them."""
+        """Results for this number of received rows, as experts of this rank would return them."""
         width, dtype = self.x_TH.shape[1], self.x_TH.dtype
         return torch.randn(num_rows, width, generator=self._draw).to(dtype)
 

@@ -1,6 +1,6 @@
 """The cells of `bench dispatch --device cuda`, and the floors, targets and peers that figures are compared with.
 
-Nothing here needs a GPU. A *cell* is one figure: an operation, for so many ranks and tokens, in one format. It is
+Nothing here needs a GPU. A *cell* is one figure: an operation, for a number of ranks and tokens, in one format. It is
 compared with three things:
 
 - **the floor**: the bytes that the operation cannot avoid, read once and written once, over the bandwidth of a large
@@ -31,12 +31,12 @@ PER_RANK: Launch = "a stream per rank"
 
 TABLE_WIRES = ("bf16", "mxfp8", "nvfp4(global_scale=448.0)")
 EXTRA_WIRES = ("fp8_block128", "nvfp4")
-# (ranks, tokens of each) if neither is chosen. If one is chosen, `WORLDS` or `TOKENS` stands for the other.
+# (ranks, tokens of each) if neither is chosen. If one is chosen, `WORLDS` or `TOKENS` replaces the other.
 PAIRS = ((4, 16), (4, 128), (4, 1024), (4, 4096), (8, 1024), (8, 4096))
 QUICK_PAIRS = ((4, 16), (4, 1024))
 WORLDS = (4, 8)
 TOKENS = (16, 128, 1024, 4096)
-# Up to so many tokens a round trip is measured, too; from so many on, a combine alone.
+# Up to the first number of tokens a round trip is measured, too; from the second on, a combine alone.
 SMALL_BATCH = 64
 LARGE_BATCH = 1024
 # The most streams of one captured graph that wait for each other: eight of them hung in some runs.
@@ -139,7 +139,7 @@ class Traffic:
 
 
 def traffic(cell: DispatchCell, shape: Shape, rows_sent: int) -> Traffic:
-    """The bytes of a cell in which so many rows travel, counted once for each (token, rank)."""
+    """The bytes of a cell in which this number of rows travels, counted once for each (token, rank)."""
     hidden = shape.hidden_size
     batch = cell.ranks * cell.tokens * hidden * 2  # bf16 goes in, and comes out
     ids_and_weights = shape.top_k * (4 + 4)

@@ -77,7 +77,7 @@ def _measure(cell: DispatchCell, shape: Shape, device: torch.device, clock: Cloc
     ranks = virtual_ranks.VirtualRanks(cell, shape, batches, device)
     ranks.check()
     times = [us / sets for us in clock({"ours": ranks.run})["ours"]]
-    ranks.check_nobody_gave_up()
+    ranks.check_no_rank_gave_up()
     return ranks.rows_sent(), times
 
 

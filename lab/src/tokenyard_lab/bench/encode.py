@@ -2,7 +2,7 @@
 
 The unit is MB (10^6 bytes) of *bf16 input* per second, whatever the format writes, so that formats compare.
 The ceiling is `x.clone()` of the same rows in the same run: reading and writing every byte once, which no
-encoder that writes as much could beat, and which tells a slow machine from a slow encoder. Rounds of all
+encoder that writes as much could beat, and which distinguishes a slow machine from a slow encoder. Rounds of all
 formats and of the ceiling are interleaved, so that a busy neighbor slows down all of them alike.
 """
 

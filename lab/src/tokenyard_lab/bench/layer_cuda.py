@@ -125,7 +125,7 @@ def _measure(
     alone = clock(
         {"ours": _all_of(batches, ours, experts=False), "theirs": _all_of(batches, theirs, experts=False)}
     )
-    ranks.check_nobody_gave_up()
+    ranks.check_no_rank_gave_up()
     rows_sent = ranks.rows_sent()
     rows_floor = traffic(travel, cell.shape, rows_sent).nbytes / rates.copy / world
     load = Load(

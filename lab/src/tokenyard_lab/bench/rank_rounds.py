@@ -23,7 +23,7 @@ def layer_spec(job: Any, **fields: Any) -> LayerSpec:
 
 
 def start_together(group: Group, lead: float = LEAD) -> float:
-    """Agree with all ranks on a moment, so many seconds from now, and sleep until it comes."""
+    """Agree with all ranks on a moment, in this number of seconds, and sleep until it comes."""
     mine = torch.tensor([time.perf_counter()], dtype=torch.float64).view(torch.uint8)
     clocks = group.all_gather(mine, phase="start of a round").flatten().view(torch.float64)
     start = float(clocks.max()) + lead

@@ -118,7 +118,7 @@ def measure_transformers_ep(work: Workload) -> list[Record]:
 
 
 def _floor(work: Workload, tokens: int, rates: Rates) -> float:
-    """µs that a pass over so many tokens, of all ranks together, takes at least."""
+    """µs that a pass over this number of tokens, of all ranks together, takes at least."""
     attention = work.hidden_size * HEAD * 6 * work.ranks  # 2·W heads for q and o, W for k and v
     expert = 3 * work.hidden_size * work.intermediate_size
     dense = (

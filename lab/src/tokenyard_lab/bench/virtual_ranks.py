@@ -182,7 +182,7 @@ class VirtualRanks:
         counts = [int((slots_twin(self.exchange_spec, batch.ids_TK, 0) >= 0).sum()) for batch in self.batches]
         return round(sum(counts) / len(counts))
 
-    def check_nobody_gave_up(self) -> None:
+    def check_no_rank_gave_up(self) -> None:
         """Raise if a kernel reported trouble, such as a rank that it waited for in vain."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -203,7 +203,7 @@ class VirtualRanks:
         for region in regions:
             region.fill_(_POISON)
         self._run([batch], dispatches=True, combines=False)
-        self.check_nobody_gave_up()
+        self.check_no_rank_gave_up()
         wanted = [torch.full_like(region, _POISON) for region in regions]
         views = [self.exchange_spec.dispatch_slots.views(region) for region in wanted]
         counts = push_twin(self.exchange_spec, sent, views, self.cell.tokens)
@@ -230,7 +230,7 @@ class VirtualRanks:
             regions.append(views)
         self.y_TH.fill_(torch.nan)
         self._run([batch], dispatches=False, combines=True)
-        self.check_nobody_gave_up()
+        self.check_no_rank_gave_up()
         for rank, rows in enumerate(self._rows_by_rank()):
             home = torch.empty_like(self.y_TH[rows])
             pull_twin(self.exchange_spec, sent[rank].ids_TK, rank, regions, self.cell.tokens, home)

@@ -135,7 +135,7 @@ def run(
 
 
 def enough_of(problems: int) -> int:
-    """How many of so many problems must be right."""
+    """How many of this number of problems must be right."""
     return math.ceil(ENOUGH * problems - 1e-9)
 
 

@@ -30,7 +30,7 @@ _MOST_SHOWN = 12
 
 def soak(
     minutes: float = option(10.0, "How many minutes.", min=0.01),
-    episodes: int | None = option(None, "End after so many episodes, however long they take.", min=1),
+    episodes: int | None = option(None, "End after this number of episodes, however long they take.", min=1),
     ranks: int = RANK_COUNT,
     processes: bool = option(True, "Ranks as processes or as threads.", "--processes/--threads"),
     exchange: list[str] | None = LOADED_EXCHANGES,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The batch is made smaller when so many of its rows have ended.
+# The batch is made smaller when this many of its rows have ended.
 _ENDED_SHARE = 0.25
 
 

@@ -39,7 +39,7 @@ def held_out_questions(count: int) -> list[Question]:
     if len(found) < count:
         raise InputError(
             f"{count} word problems",
-            expected=f"at most {len(found)}: so many are shipped",
+            expected=f"at most {len(found)}, the number that ships",
             fix="ask for fewer --problems, or bring questions of your own with --data",
         )
     return found

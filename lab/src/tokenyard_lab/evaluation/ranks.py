@@ -112,7 +112,7 @@ def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> A
 
 @contextmanager
 def _message_server(on_message: Send | None, ranks: int) -> Iterator[str | None]:
-    """The address of a socket for the messages of so many ranks. When this ends, all messages were handled."""
+    """The address of a socket for the messages of this number of ranks. When this ends, all messages were handled."""
     if on_message is None:
         yield None
         return

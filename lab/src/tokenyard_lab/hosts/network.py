@@ -85,7 +85,7 @@ def check_hosts() -> list[str]:
 def run_on_hosts(
     folder: Path, commands: Sequence[Sequence[str]], *, seconds: float = 200.0
 ) -> list[HostReport]:
-    """Run a command on each of some hosts, and wait for all. After so many seconds everything is ended."""
+    """Run a command on each of some hosts, and wait for all. After `seconds` everything is ended."""
     way = check_hosts()
     (folder / "job.json").write_text(json.dumps({"commands": commands}))
     names = [f"{address_of(host)} {name_of(host)}" for host in range(len(commands))]
@@ -134,8 +134,8 @@ def start_ranks(
         lines = []
         for local in range(ranks):
             variables = common | {"RANK": first + local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks}
-            told = {name: str(value) for name, value in variables.items()} | dict(environment or {})
-            lines.append(shlex.join([*rank_environment("eth0", told), sys.executable, *program]) + " &")
+            given = {name: str(value) for name, value in variables.items()} | dict(environment or {})
+            lines.append(shlex.join([*rank_environment("eth0", given), sys.executable, *program]) + " &")
         # The status of the host is that of any rank that failed.
         script = [
             *lines,

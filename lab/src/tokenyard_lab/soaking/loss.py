@@ -77,7 +77,7 @@ def _whole_again(old: Group, layers: KnownLayers, settings: Settings) -> Group:
 
 
 def _go_until_lost(layers: KnownLayers, seconds: float, tally: Tally) -> PeerLost | None:
-    """Make round trips until one raises a loss; return it, or None if none did in so many seconds."""
+    """Make round trips until one raises a loss; return it, or None if none did in these seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:

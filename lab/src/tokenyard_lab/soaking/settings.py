@@ -20,7 +20,7 @@ class Settings:
 
     ranks: int = 4
     kind: RankKind = "processes"
-    # It ends after so many seconds or so many episodes, whichever comes first. None: no such limit.
+    # It ends after these seconds or episodes, whichever comes first. None: no such limit.
     seconds: float | None = None
     episodes: int | None = None
     exchanges: tuple[str | type[Transport], ...] = ("one_sided", "two_sided", "allgather")

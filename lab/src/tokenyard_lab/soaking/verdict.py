@@ -5,7 +5,7 @@ a few odd samples, taken while a process had just started or ended, do not count
 left out: libraries are loaded, pools filled, every kind of episode seen once. A slope of 1 MB in 10 minutes is a
 finding, if it is not chance (the lower end of its 95% interval is above zero).
 
-A short soak cannot tell 1 MB in 10 minutes from noise. There, memory must also have grown by 16 MB in all.
+A short soak cannot distinguish 1 MB in 10 minutes from noise. There, memory must also have grown by 16 MB in all.
 
 **Descriptors, sockets, threads and processes** are whole numbers that come back to where they were: their smallest
 count in the last third of the samples must not be above the largest in the third before it.
@@ -25,7 +25,7 @@ from tokenyard_lab.soaking.run_folder import Finding
 
 # Bytes per second: 1 MB in 10 minutes.
 MOST_GROWTH = MB / 600
-# Seconds after the warm-up from which on such a growth can be told from noise.
+# Seconds after the warm-up from which on such a growth can be distinguished from noise.
 LONG_ENOUGH = 600.0
 # Bytes that a shorter soak must have grown by.
 MOST_IN_SHORT = 16 * MB
