@@ -29,12 +29,12 @@ from tokenyard_lab.soaking.settings import Settings
 
 EpisodeKind = Literal["case", "growth", "split", "loss"]
 
-# The number of episodes of which one is a loss, on average: each loss costs a deadline and a new process.
+# The number of episodes of which one is a loss: each costs a deadline and a new process.
 _EPISODES_PER_LOSS = 10
 _MOST_LAYERS = 4
 # The probability that a rank brings tokens.
 _BUSY = 0.75
-# The number of layers of which one runs on the grouped experts, on average; these are compared with the oracle alone.
+# The number of layers of which one runs on the grouped experts, which are compared with the oracle alone.
 _LAYERS_PER_GROUPED = 4
 # The layers that are served all along, so that their speed can be compared.
 _STEADY = (
