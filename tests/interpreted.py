@@ -15,7 +15,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 def run_interpreted(script: str) -> Any:
     """What a script prints, one JSON document."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"}
+    path = os.pathsep.join(str(_ROOT / part) for part in ("", "src", "lab/src"))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=environment,

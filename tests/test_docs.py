@@ -122,7 +122,8 @@ def run_command(line: str, folder: Path) -> str:
         "tokenyard": [sys.executable, "-c", "from tokenyard.cli import main; main()"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }
-    environment = {**os.environ, "COLUMNS": "140", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "lab/src")])
+    environment = {**os.environ, "COLUMNS": "140", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*programs[program], *arguments],
         cwd=folder,
@@ -290,12 +291,12 @@ def test_tables_are_what_was_measured_declared_and_raised(name, tmp_path):
     assert not tables.rewrite(copy), "run: python -m docs.generate"
 
 
-def test_contributing_names_every_room():
+def test_contributing_names_every_package():
     package = ROOT / "src" / "tokenyard"
-    rooms = {path.name + "/" for path in package.iterdir() if (path / "__init__.py").exists()}
-    rooms |= {path.name for path in package.glob("[a-z]*.py")}
+    parts = {path.name + "/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    parts |= {path.name for path in package.glob("[a-z]*.py")}
     said = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert sorted(said) == sorted(rooms)
+    assert sorted(said) == sorted(parts)
 
 
 def test_the_readme_is_short():

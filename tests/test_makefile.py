@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,15 @@ fi
 @pytest.fixture
 def run(tmp_path):
     """Runs a target of make in a folder of its own, with a Python that installs nothing."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements-vllm.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "lab").mkdir()
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "lab/pyproject.toml",
+        "constraints.txt",
+        "requirements-vllm.txt",
+    ):
+        shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "python"
     python.write_text(_PYTHON)
     python.chmod(0o755)
@@ -49,7 +57,7 @@ def test_make_run_says_what_takes_its_time_and_only_once(run):
     assert steps[0].startswith("Making .venv")
     assert "torch" in steps[1]
     assert "a few minutes" in steps[1]
-    assert "transformers" in steps[2]
+    assert "tokenyard-lab and transformers" in steps[2]
     assert run() == [job]
 
 
@@ -67,11 +75,29 @@ def test_make_test_latest_looks_for_newer_versions_each_time(run):
     assert first.startswith("Making .venv-latest")
     assert job.endswith("the job: -m pytest -n 2 --dist worksteal")
     assert run("test-latest")[0] == next(step for step in steps if step.startswith("Installing the newest"))
-    command = ["make", "--dry-run", "test-latest"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = dry_run("test-latest")
     assert "--upgrade-strategy eager --editable '.[dev]'" in told
     assert "constraint" not in told
     assert "\n.venv-latest/\n" in (ROOT / ".gitignore").read_text()
+
+
+def test_make_test_all_runs_what_make_test_leaves_out():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert '-m "not long"' in options["addopts"]
+    assert any(marker.startswith("long: ") for marker in options["markers"])
+    told, short = dry_run("test-all"), dry_run("test")
+    assert told.splitlines()[-1] == f"{short.splitlines()[-1]} -m long"
+
+
+def test_run_and_test_install_both_distributions():
+    for target in ("run", "test"):
+        told = dry_run(target, "--always-make")
+        assert "--editable . --editable ./lab" in told
+
+
+def dry_run(target, *options):
+    command = ["make", "--dry-run", *options, target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_the_wheel_of_flashinfer_that_is_fetched_is_the_one_whose_signatures_are_stored():

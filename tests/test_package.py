@@ -39,9 +39,15 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def metadata(source, tmp_path_factory) -> Message:
-    """The metadata of the wheel that is built from the source distribution."""
-    with zipfile.ZipFile(built("wheel", source, tmp_path_factory.mktemp("wheel"))) as wheel:
+def library(source, tmp_path_factory) -> Path:
+    """The wheel that is built from the source distribution."""
+    return built("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def metadata(library) -> Message:
+    """The metadata of the wheel."""
+    with zipfile.ZipFile(library) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_bytes(wheel.read(name))
 
@@ -76,3 +82,47 @@ def test_the_long_description_is_the_readme_without_links_that_lead_nowhere(meta
         assert (source / file).exists()
     fences = re.compile(r"^```.*?^```$", re.M | re.S)
     assert fences.findall(description) == fences.findall(README)
+
+
+def test_the_wheel_is_small_and_holds_the_library_alone(library):
+    assert library.stat().st_size <= 1_200_000
+    with zipfile.ZipFile(library) as wheel:
+        names = wheel.namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"tokenyard"}
+    assert {Path(name).suffix for name in names if ".dist-info/" not in name} == {".py", ".typed"}
+
+
+def test_the_lab_is_a_distribution_with_the_model_and_the_same_version(source, tmp_path):
+    with zipfile.ZipFile(built("wheel", source / "lab", tmp_path)) as wheel:
+        names = wheel.namelist()
+        about = message_from_bytes(wheel.read(next(name for name in names if name.endswith("/METADATA"))))
+        points = wheel.read(next(name for name in names if name.endswith("/entry_points.txt"))).decode()
+    assert (about["Name"], about["Version"]) == ("tokenyard-lab", tokenyard.__version__)
+    assert "tokenyard" in about.get_all("Requires-Dist")
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"tokenyard_lab"}
+    assert "tokenyard_lab/shipped/model/model.safetensors" in names
+    assert "[tokenyard.commands]\nlab = tokenyard_lab.commands:COMMANDS\n" in points
+
+
+_IMPORT = """
+import sys, time
+start = time.process_time()
+import tokenyard
+took = time.process_time() - start
+print(took, *{name.partition(".")[0] for name in sys.modules})
+"""
+# Takes half a second or more to import, or is used by commands alone.
+_HEAVY = {"torch", "numpy", "typer", "rich", "transformers", "triton", "tokenyard_lab"}
+
+
+def test_importing_the_library_is_quick_and_loads_no_other():
+    times = []
+    for _ in range(10):  # time of the CPU, which other processes can slow down but not take
+        command = [sys.executable, "-c", _IMPORT]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        took, *modules = done.stdout.split()
+        assert not _HEAVY & set(modules)
+        times.append(float(took))
+        if times[-1] <= 0.05:
+            return
+    pytest.fail(f"it took {min(times):.3f} s at least")

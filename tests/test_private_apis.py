@@ -20,6 +20,7 @@ import tokenyard
 from tokenyard.exchange.transports.one_sided.cuda import graphs
 
 SOURCE = Path(tokenyard.__file__).parent
+LAB = Path(__file__).parents[1] / "lab" / "src"
 
 
 def forkserver_is_held_in_one_object() -> bool:
@@ -168,13 +169,13 @@ USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
     ),
     (
         ("_scaled_mm",),
-        "lab/bench/machine_rates.py",
+        "tokenyard_lab/bench/machine_rates.py",
         lambda: callable(torch._scaled_mm),
         "the fp8 rate of a GPU cannot be measured",
     ),
     (
         ("_scaled_grouped_mm",),
-        "lab/bench/experts_peers.py",
+        "tokenyard_lab/bench/experts_peers.py",
         lambda: callable(torch._scaled_grouped_mm),
         "fp8 experts are not compared with torch's own",
     ),
@@ -231,8 +232,12 @@ def test_each_private_name_is_used_in_one_file_and_listed_here():
 
 
 def private_names() -> set[tuple[str, str]]:
-    """Private names in the package that the package does not define, and the files that use them."""
-    trees = {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    """Private names in the library and the lab that neither defines, and the files that use them."""
+    trees = {
+        str(path.relative_to(folder)): ast.parse(path.read_text())
+        for folder in (SOURCE, LAB)
+        for path in folder.rglob("*.py")
+    }
     own = {name for tree in trees.values() for node in ast.walk(tree) for name in defined(node)} | {
         "_exit"
     }  # os._exit

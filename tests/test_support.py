@@ -14,7 +14,7 @@ from docs.generate import tables
 from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
 from tokenyard.errors import InputError, PlanError
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.lab.support import NO, YES, support_tables
+from tokenyard.support import NO, YES, support_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = tables.marks("support")

@@ -139,7 +139,7 @@ PAGES = (
                 *("recipe_inner", "CONFIG", "read_json", "text_config", "read_tensors", "write_tensors"),
                 *("declared_layout", "Layout", "PackedMatrix"),
             ),
-            "tokenyard.lab.shipped": ("shipped_model",),
+            "tokenyard_lab.shipped": ("shipped_model",),
         },
     ),
     Page(

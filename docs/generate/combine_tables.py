@@ -7,8 +7,8 @@ from typing import Any
 
 from docs.generate.figures import RESULTS as FOLDER
 from docs.generate.figures import measured
-from tokenyard.lab.bench.combine_error import RESULTS
-from tokenyard.lab.markdown import markdown_table
+from tokenyard_lab.bench.combine_error import RESULTS
+from tokenyard_lab.markdown import markdown_table
 
 _RANKS_OF_ANSWERS = (2, 8)
 

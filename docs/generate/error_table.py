@@ -43,12 +43,12 @@ from tokenyard.errors import (
 )
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Disagreement, Group, launch, thread_groups
-from tokenyard.lab.markdown import markdown_table
 from tokenyard.layer import MoELayer
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
+from tokenyard_lab.markdown import markdown_table
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_experts": 4, "top_k": 1}
 _TOKENS = 4

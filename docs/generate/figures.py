@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tokenyard.lab.bench.records import Document, Record, Spread
-from tokenyard.lab.bench.shapes import CASES, MODELS
-from tokenyard.lab.markdown import markdown_table
+from tokenyard_lab.bench.records import Document, Record, Spread
+from tokenyard_lab.bench.shapes import CASES, MODELS
+from tokenyard_lab.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"

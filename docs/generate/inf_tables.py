@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenyard import formats
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
-from tokenyard.lab.markdown import markdown_table
+from tokenyard_lab.markdown import markdown_table
 
 # Spellings of row formats whose parameters change it.
 SPELLINGS = (*FORMATS, "fp8_block128(power_of_two_scales=True)", "nvfp4(global_scale=448.0)")

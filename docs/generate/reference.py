@@ -25,8 +25,8 @@ from docs.generate.catalog import PAGES, Name, Page, names
 from docs.generate.descriptions import attributes, constant, written
 from tokenyard.experts import ACTIVATIONS, EXPERTS
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
-from tokenyard.lab.markdown import markdown_table
 from tokenyard.routing import PLACEMENTS
+from tokenyard_lab.markdown import markdown_table
 
 FOLDER = Path(__file__).resolve().parent.parent / "reference"
 

@@ -14,7 +14,8 @@ from docs.generate.figures import FIGURES
 from docs.generate.inf_tables import inf_in_markdown
 from docs.generate.vllm_tables import refusals_in_markdown, settings_in_markdown
 from tokenyard.errors import InputError
-from tokenyard.lab.support import support_tables
+from tokenyard.support import SupportTable, support_tables
+from tokenyard_lab.markdown import markdown_table
 
 PAGES = (
     "README.md",
@@ -28,13 +29,18 @@ PAGES = (
 TABLES: dict[str, Callable[[], str]] = {
     **FIGURES,
     **COMBINE_TABLES,
-    "support": lambda: "\n\n".join(table.to_markdown() for table in support_tables()),
+    "support": lambda: "\n\n".join(map(_in_markdown, support_tables())),
     "inf": inf_in_markdown,
     "troubles": troubles_in_markdown,
     "error-classes": classes_in_markdown,
     "vllm-settings": settings_in_markdown,
     "vllm-refusals": refusals_in_markdown,
 }
+
+
+def _in_markdown(table: SupportTable) -> str:
+    """A table under its title in bold: pages choose their own headings."""
+    return f"**{table.title}.** {table.note}\n\n{markdown_table(table.columns, table.rows)}"
 
 
 def rewrite(page: Path) -> bool:

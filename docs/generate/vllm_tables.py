@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenyard.integrations.vllm.refusals import EVERY_REFUSAL
 from tokenyard.integrations.vllm.settings import VARIABLES
-from tokenyard.lab.markdown import markdown_table
+from tokenyard_lab.markdown import markdown_table
 
 
 def settings_in_markdown() -> str:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenyard.balancing.forecast import LayerForecast, forecast, steps_to_pay
+from tokenyard.balancing.recorded_routes import RecordedRoutes
 from tokenyard.errors import InputError
-from tokenyard.lab.balancing.forecast import LayerForecast, forecast, steps_to_pay
-from tokenyard.lab.balancing.recorded_routes import RecordedRoutes
 from tokenyard.routing import Move, Placement, balance, imbalance, moves, rank_loads
 from tokenyard.routing.balancing import _Search
 

@@ -1,6 +1,6 @@
 """`tokenyard doctor --hosts`: what is compared between hosts, and what is said when it is wrong.
 
-Real links are those of `tests/hosts`.
+Real links are those of `lab/tests/hosts`.
 """
 
 import pytest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cli.runner import call, call_json
-from tokenyard.lab.support import support_tables
+from tokenyard.support import support_tables
 
 
 def test_tables():

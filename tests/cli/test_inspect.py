@@ -10,7 +10,6 @@ from tests.checkpoints.test_quantized import WRITERS, any_checkpoint
 from tests.cli.runner import call, call_json
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.experts import EXPERTS
-from tokenyard.lab.shipped import shipped_model
 
 MODEL = Small(num_experts=7, num_layers=3, extra_config={"vocab_size": 16})
 
@@ -54,11 +53,6 @@ def test_what_runs_it_is_what_the_experts_declare(folder):
                 assert f"weights={layer['weights']}" in layer["experts"][name]
     assert body["experts"]["grouped"] is None
     assert head["experts"]["reference"] is None
-
-
-def test_a_megabyte_is_a_million_bytes():
-    """As in `eval` and in the benchmarks: 7,077,888 bytes."""
-    assert "Experts 7.1 MB, everything else 1.3 MB." in call("inspect", shipped_model()).stdout
 
 
 def test_table_shows_layers_formats_and_bytes(folder):

@@ -16,8 +16,6 @@ from tokenyard.experts.fused.tile_configs import (
     expected_pairs,
 )
 from tokenyard.formats import WEIGHT_FORMATS
-from tokenyard.lab.bench.experts import draw_routes
-from tokenyard.lab.bench.shapes import CASES
 
 PAIRS = [0, 1, 7, 8, 31, 100, 256, 1000, 5000, 8192, 100_000, 3e6]
 EXPERTS = [1, 8, 32, 48, 128, 384]
@@ -126,15 +124,3 @@ def test_expected_pairs():
         assert expected_pairs(100, 8, 0, None, may_be_empty=may_be_empty) == 0
     few, more = (expected_pairs(100, 8, local, 256, may_be_empty=False) for local in (16, 64))
     assert few < more
-
-
-@pytest.mark.parametrize("name", ["A", "B", "FLASH", "PRO", "V3"])
-def test_rows_that_arrive_and_all_slots_of_a_workspace_promise_the_same_pairs(name):
-    """So a layer has the tiles that were measured, however its rows are handed to the experts."""
-    case = CASES[name]
-    for size in case.sizes[1:3]:
-        ids_RK, _ = draw_routes(case, size, seed=1)
-        pairs, shares = int((ids_RK >= 0).sum()), (case.top_k, case.local_experts, case.num_experts)
-        slots = round(pairs * case.ranks / case.top_k)  # of which all ranks' experts get as many pairs
-        assert expected_pairs(len(ids_RK), *shares, may_be_empty=False) == pytest.approx(pairs, rel=0.15)
-        assert expected_pairs(slots, *shares, may_be_empty=True) == pytest.approx(pairs, rel=0.02)

@@ -111,7 +111,7 @@ def measured(sms):
 
 def record_of(sms, rounds):
     """A figure of a few rounds: both together, beside the longer of the two, and the exchange alone."""
-    from tokenyard.lab.bench.records import Record, Spread
+    from tokenyard_lab.bench.records import Record, Spread
 
     columns = {name: [times[name] for times in rounds] for name in rounds[0]}
     longer = [max(pair) for pair in zip(columns["exchange"], columns["shared"], strict=True)]
@@ -139,7 +139,7 @@ def main():
         print(json.dumps(on_ranks(RANKS, *arguments, device="cuda", deadline=30.0)[0]))
         return
     from tokenyard.cli.machine import provenance
-    from tokenyard.lab.bench.records import Document
+    from tokenyard_lab.bench.records import Document
 
     document = Document(
         benchmark="overlap",

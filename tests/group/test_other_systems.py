@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 # Takes away what Linux has, and others do not, before anything of tokenyard is imported. torch is that of Linux.
 _ELSEWHERE = """
 import builtins, io, mmap, os, pathlib, platform
@@ -97,8 +95,12 @@ def test_processes_are_refused_with_what_works_before_anything_starts():
     assert done.stdout.count("launch(…, ranks='threads')") == 2
 
 
-@pytest.mark.parametrize("command", [["run"], ["check"], ["soak", "--minutes", "0.01"]])
-def test_commands_say_which_ranks_work(command):
+def test_a_command_says_which_ranks_work():
+    check_it_says_which_ranks_work("check")
+
+
+def check_it_says_which_ranks_work(*command):
+    """Raise unless a command that starts processes is refused, with what works instead."""
     done = elsewhere("from tokenyard.cli import main; main()", *command)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

@@ -20,8 +20,8 @@ def run_pytest(folder, arguments, plugin):
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     os.chdir(folder)
-    os.environ["PYTHONPATH"] = f"{folder / 'src'}:{folder}"
-    sys.path[:0] = [str(folder / "src"), str(folder)]
+    os.environ["PYTHONPATH"] = f"{folder / 'src'}:{folder / 'lab/src'}:{folder}"
+    sys.path[:0] = [str(folder / "src"), str(folder / "lab/src"), str(folder)]
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "tokenyard")]:
         del sys.modules[name]
     sys.modules["__main__"] = types.ModuleType("__main__")  # which processes of ranks would import

@@ -15,7 +15,9 @@ from tests.mutation import preloaded, processes
 
 _KEPT = (
     "src",
+    "lab",
     "tests",
+    "conftest.py",
     "docs",
     "bench",
     "pyproject.toml",

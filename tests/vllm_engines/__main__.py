@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from openai import OpenAI
 
 from tests.vllm_engines.server import serve
-from tokenyard.lab.evaluation.questions import held_out_questions, is_right
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.evaluation.questions import held_out_questions, is_right
+from tokenyard_lab.shipped import shipped_model
 
 _PROBLEMS = 6
 # The longest answer of the shipped model has 100 tokens.

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.vllm_engines.launching import run_engine
-from tokenyard.lab.evaluation.questions import held_out_questions
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.evaluation.questions import held_out_questions
+from tokenyard_lab.shipped import shipped_model
 
 PROMPTS = [question.prompt for question in held_out_questions(4)] + ["3 + 4 :", "a"]
 

@@ -22,8 +22,9 @@ class Launched:
 
 
 def search_path():
-    """Where engines import from: this source, and what stood before that of this process (`make test-vllm-next`)."""
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT)]))
+    """Where engines import from: what this process was given (`make test-vllm-next`), then this source."""
+    paths = [os.environ.get("PYTHONPATH"), *(str(ROOT / part) for part in ("src", "lab/src", ""))]
+    return os.pathsep.join(filter(None, paths))
 
 
 def run_engine(folder, job, *, ranks=2, torchrun=True, **settings):

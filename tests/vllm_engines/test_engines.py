@@ -5,7 +5,7 @@ import pytest
 import tokenyard as ty
 from tests.vllm_engines.conftest import PROMPTS
 from tests.vllm_engines.launching import run_engine
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.shipped import shipped_model
 
 PARALLEL = {
     "tensor parallel": {"tensor_parallel_size": 2},

@@ -18,7 +18,7 @@ from tokenyard import thread_groups
 from tokenyard.errors import ContractError
 from tokenyard.integrations.vllm import plugin
 from tokenyard.integrations.vllm.refusals import EVERY_REFUSAL
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.shipped import shipped_model
 
 
 @pytest.fixture(params=["experts", "exchange"])

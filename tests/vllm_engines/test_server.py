@@ -14,7 +14,7 @@ from tests.vllm_engines import dying
 from tests.vllm_engines.engine import MOST_TOKENS
 from tests.vllm_engines.launching import search_path
 from tests.vllm_engines.server import serve
-from tokenyard.lab.shipped import shipped_model
+from tokenyard_lab.shipped import shipped_model
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
 ROUNDS = 3

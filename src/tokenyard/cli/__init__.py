@@ -1,11 +1,11 @@
 """The command line: `tokenyard` and its commands.
 
-`run`, `eval`, `check`, `soak`, `plan`, `balance`, `doctor`, `support`, `inspect`, `convert` and `bench`: a command is a
-function in a module of its name. Modules import typer and nothing heavier at their top; torch
-and the rest of the package are imported inside the functions, so that `--help` answers at once. An error of
-the package gives one readable message on stderr and exit code 2 (`output.reported`); `--json` prints exactly one
-JSON document on stdout, and nothing else there, also where an option is wrong (`output.Commands`). Ctrl-C ends a
-command within a second, with exit code 130 (`interrupts`).
+`check`, `plan`, `balance`, `inspect`, `convert`, `doctor` and `support`: a command is a function in a module of its
+name. Other distributions add commands by entry points (`plugins`): tokenyard-lab has `run`, `eval`, `bench` and `soak`.
+Modules import typer and nothing heavier at their top; torch and the rest of the package are imported inside the
+functions, so that `--help` answers at once. An error of the package gives one readable message on stderr and exit code
+2 (`output.reported`); `--json` prints exactly one JSON document on stdout, and nothing else there, also where an option
+is wrong (`output.Commands`). Ctrl-C ends a command within a second, with exit code 130 (`interrupts`).
 """
 
 from __future__ import annotations

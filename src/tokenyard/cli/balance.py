@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, PLOT_FILE, option
+from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, option
 from tokenyard.cli.output import Output, say
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
 if TYPE_CHECKING:
-    from tokenyard.lab.balancing.forecast import LayerForecast
+    from tokenyard.balancing.forecast import LayerForecast
 
 
 def balance(
@@ -32,15 +32,13 @@ def balance(
         None, "TFLOP/s of a rank's experts.", shown="of a product, measured", min=1e-6
     ),
     out: Path | None = option(None, "Save what was found, with the placement of every layer."),
-    plot: Path | None = PLOT_FILE,
     as_json: bool = JSON_FLAG,
 ) -> None:
     """Show what a better placement of the experts would gain and cost, before anything is moved."""
-    from tokenyard.lab.balancing.forecast import forecast, steps_to_pay
-    from tokenyard.lab.balancing.recorded_routes import read_routes
-    from tokenyard.lab.plots import draw_balance
+    from tokenyard.balancing.forecast import forecast, steps_to_pay
+    from tokenyard.balancing.recorded_routes import read_routes
 
-    output = Output(as_json, out, plot)
+    output = Output(as_json, out)
     recorded = read_routes(routes)
     world = recorded[0].world if ranks is None else ranks
     gb_per_s, tera = _rates(bandwidth, tflops)
@@ -65,15 +63,14 @@ def balance(
         "layers": [layer.as_dict() for layer in layers],
         **provenance(),
     }
-    output.deliver(document, lambda: _show(layers, document), draw_balance)
+    output.deliver(document, lambda: _show(layers, document))
 
 
 def _rates(bandwidth: float | None, tflops: float | None) -> tuple[float, float]:
     """GB/s between ranks, and TFLOP/s of experts: as given, or those of a copy and of a product on this CPU."""
     import torch
 
-    from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.machine_rates import copy_rate, product_rate
+    from tokenyard.machine_rates import copy_rate, host_clock, product_rate
 
     cpu, clock = torch.device("cpu"), host_clock(3)
     # Half of the bytes of a copy: those that are read, as those that would arrive.

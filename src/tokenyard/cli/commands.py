@@ -1,23 +1,32 @@
-"""All commands, under one name."""
+"""All commands, under one name: the library's, and those of other distributions (`plugins`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
-from tokenyard.cli import bench
 from tokenyard.cli.balance import balance
 from tokenyard.cli.check import check
 from tokenyard.cli.convert import convert
 from tokenyard.cli.doctor import doctor
-from tokenyard.cli.eval import evaluate
 from tokenyard.cli.inspect import inspect
 from tokenyard.cli.options import option
 from tokenyard.cli.output import Command, Commands, reported
 from tokenyard.cli.plan import plan
-from tokenyard.cli.run import run
-from tokenyard.cli.soak import soak
+from tokenyard.cli.plugins import add_plugins
 from tokenyard.cli.support import support
 from tokenyard.version import __version__
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "check": check,
+    "plan": plan,
+    "balance": balance,
+    "inspect": inspect,
+    "convert": convert,
+    "doctor": doctor,
+    "support": support,
+}
 
 app = typer.Typer(
     name="tokenyard",
@@ -43,8 +52,6 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
-app.command(cls=Command)(reported(run))
-app.command("eval", cls=Command)(reported(evaluate))
-for _command in (check, soak, plan, balance, inspect, convert, doctor, support):
-    app.command(cls=Command)(reported(_command))
-app.add_typer(bench.app, name="bench")
+for _name, _command in COMMANDS.items():
+    app.command(_name, cls=Command)(reported(_command))
+add_plugins(app, COMMANDS)

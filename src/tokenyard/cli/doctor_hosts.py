@@ -52,9 +52,9 @@ def join() -> Group:
 
     import torch.distributed as dist
 
+    from tokenyard.cli.machine import under_torchrun
     from tokenyard.errors import GroupError, InputError
     from tokenyard.group import DistributedGroup
-    from tokenyard.lab.evaluation.ranks import under_torchrun
 
     if not under_torchrun():
         raise InputError(

@@ -1,4 +1,4 @@
-"""The provenance of a figure: date, hardware, versions, commit."""
+"""This machine, and the provenance of a figure: date, hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that `torchrun` has started."""
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def shared_memory_bytes() -> int | None:

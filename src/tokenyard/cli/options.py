@@ -18,18 +18,8 @@ def option(
 MOST_RANKS = 65536
 # `output.reported` looks for this parameter: a command that has it is called `as_json`.
 JSON_FLAG = option(False, "Print one JSON document on stdout, and nothing else there.", "--json")
-OUT_FILE = option(None, "Save the figures, with date, hardware, versions and commit.", "--out")
-PLOT_FILE = option(None, "Draw the figures into this file (needs matplotlib).", "--plot")
-MODEL_FOLDER = option(None, "Folder of a checkpoint.", shown="the model that ships")
-RANK_COUNT = option(4, "How many ranks.", min=1, max=64)
-RANK_KIND = option("processes", "Ranks as `processes` or `threads`.")
-STARTED_DEVICE = option(
-    "cpu", "Where the started ranks live: `cpu` or `cuda`; those of torchrun take their GPU."
-)
 ROWS_DEVICE = option("cpu", "Where the rows of the ranks live: `cpu`, `cuda`, or `cuda:0`.")
-ONLY_EXCHANGES = option(None, "Only this exchange; may be given several times.", shown="all")
 # Exchanges, registered or loaded from a module of the user's.
 LOADED_EXCHANGES = option(
     None, "Only this exchange: a name, or package.module:Class. May be given several times.", shown="all"
 )
-LONGEST_ANSWER = option(128, "The longest answer.", min=1)

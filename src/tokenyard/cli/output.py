@@ -122,31 +122,22 @@ def save_json(document: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the results of a command go. Making one raises if the files cannot be written, before anything is run."""
+    """Where the results of a command go. Making one raises if the file cannot be written, before anything is run."""
 
     as_json: bool
     out: Path | None = None
-    plot: Path | None = None
 
     def __post_init__(self) -> None:
         check_out(self.out)
-        if self.plot is not None:
-            from tokenyard.lab.plots import check_picture
 
-            check_picture(self.plot)
-
-    def deliver(
-        self, document: Any, show: Callable[[], None], draw: Callable[[Any, Path], None] | None = None
-    ) -> None:
-        """Print a document, for programs or for people; then save it and draw it, where that is asked for."""
+    def deliver(self, document: Any, show: Callable[[], None]) -> None:
+        """Print a document, for programs or for people; then save it, where that is asked for."""
         if self.as_json:
             print_json(document)
         else:
             show()
         if self.out is not None:
             save_json(document, self.out)
-        if self.plot is not None and draw is not None:
-            draw(document, self.plot)
 
 
 def _not_written(path: Path, error: OSError) -> TokenyardError:

@@ -9,7 +9,7 @@ from tokenyard.cli.tables import show_table
 
 def support(as_json: bool = JSON_FLAG) -> None:
     """Show what is supported, as formats, exchanges and experts declare it."""
-    from tokenyard.lab.support import support_tables
+    from tokenyard.support import support_tables
 
     tables = support_tables()
 
@@ -25,6 +25,6 @@ def support(as_json: bool = JSON_FLAG) -> None:
 
 def _cell(text: str) -> str:
     """A text without its Markdown marks, and with brackets escaped, which rich would read as markup."""
-    from tokenyard.lab.support import plain
+    from tokenyard.support import plain
 
     return plain(text).replace("[", r"\[")

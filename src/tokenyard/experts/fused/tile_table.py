@@ -1,6 +1,6 @@
 """The fastest tile configurations, found by a sweep on one H200 (`bench/results/experts-sweep-h200.json`).
 
-`python -m tests.experts.tile_sweep` makes such a sweep, on any GPU.
+`python -m lab.tests.bench.tile_sweep` makes such a sweep, on any GPU.
 
 For each weight format there are lines: the most rows per expert, on average, for which a line is used, and the tile
 configurations of the first product and of the second. Formats that were not swept use the lines of a similar one.

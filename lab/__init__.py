@@ -1,0 +1,1 @@
+"""The lab: the distribution `tokenyard-lab` (`lab/src`), its tests, and the training of the model that it ships."""
