@@ -41,12 +41,9 @@ from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process, keep_in_children
 from tokenyard.group.readmission import (
     PHASE,
-    READMISSION,
     Invitation,
     RejoinStore,
     address_of,
-    check_count,
-    check_lost,
     group_key_of,
     invited_at,
     meet,
@@ -456,17 +453,6 @@ class DistributedGroup(Group):
         return address_of(self._rejoin_store.store, self._rejoin_store.group_key)
 
     @in_own_process
-    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
-        return self._fill(check_lost(lost, self.rank, self.size), seconds)
-
-    @in_own_process
-    def admit(
-        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
-    ) -> DistributedGroup:
-        check_count(count, self.rank)
-        return self._fill(range(self.size, self.size + count), seconds, check)
-
-    @in_own_process
     def decide(self, question: str, answer: str) -> str:
         key = self._key_of(question)
         return str(self._ask_store(lambda store: store.compare_set(key, "", answer).decode()))
@@ -491,7 +477,6 @@ class DistributedGroup(Group):
     def _fill(
         self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
     ) -> DistributedGroup:
-        """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
