@@ -98,9 +98,7 @@ class Case:
     def _placement(self) -> Placement:
         """Which rank owns which expert. `replicas`: each on two ranks. `shuffled`: each on a random rank."""
         if self.placement == "replicas":
-            base = Placement.contiguous(self.num_experts, self.world)
-            further = {e: [(base.owners(e)[0][0] + 1) % self.world] for e in range(self.num_experts)}
-            return Placement.replicated(base, further if self.world > 1 else {})
+            return on_two_ranks(self.num_experts, self.world)
         if self.placement == "shuffled":
             chance = random.Random(self.seed)
             table: list[list[int]] = [[] for _ in range(self.world)]
@@ -169,6 +167,13 @@ class Case:
         return {_TAG.name: numbers_T1.expand(-1, 3).contiguous() * 1000 + rank}
 
 
+def on_two_ranks(num_experts: int, world: int) -> Placement:
+    """A placement in which each expert lives on two ranks, or on the only one."""
+    base = Placement.contiguous(num_experts, world)
+    further = {e: [(base.owners(e)[0][0] + 1) % world] for e in range(num_experts)}
+    return Placement.replicated(base, further if world > 1 else {})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The checks of one rank's result: which of them passed, and how large its errors are."""
@@ -186,16 +191,14 @@ class Outcome:
 
     def complaints(self) -> list[str]:
         """What is wrong, in words."""
-        off = []
-        if not self.bitwise:
-            off.append("other bits than the twin in one process has; expected the same bits")
-        if not self.oracle_excess <= 0:  # NaN is off, too
-            off.append(f"{self.oracle_excess:.3g} beyond the bound around the oracle; expected none")
-        if not self.input_untouched:
-            off.append("rows or routes of the caller were changed; expected them untouched")
-        if not self.output_dtype:
-            off.append("an output of another dtype or shape than the input; expected the input's")
-        return off
+        beyond = f"{self.oracle_excess:.3g} beyond the bound around the oracle; expected none"
+        fine = {
+            "other bits than the twin in one process has; expected the same bits": self.bitwise,
+            beyond: self.oracle_excess <= 0,  # False for NaN, too
+            "rows or routes of the caller were changed; expected them untouched": self.input_untouched,
+            "an output of another dtype or shape than the input; expected the input's": self.output_dtype,
+        }
+        return [words for words, is_fine in fine.items() if not is_fine]
 
 
 def _with_data(

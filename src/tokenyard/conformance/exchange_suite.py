@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
-from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.cases import on_two_ranks, same_bits
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.exchange import Arrival, Transport
 from tokenyard.formats import Payload
@@ -390,10 +390,7 @@ def duplicate_choices(trial: Trial) -> None:
 
 def replicated_experts(trial: Trial) -> None:
     """A choice of a replicated expert goes to one of its ranks, as the placement says."""
-    world = trial.group.size
-    base = Placement.contiguous(6, world)
-    further = {e: [(base.owners(e)[0][0] + 1) % world] for e in range(6)} if world > 1 else {}
-    check_movement(trial, layer(placement=Placement.replicated(base, further)))
+    check_movement(trial, layer(placement=on_two_ranks(6, trial.group.size)))
 
 
 def many_choices(trial: Trial) -> None:
