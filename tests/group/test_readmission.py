@@ -320,8 +320,8 @@ def test_there_is_a_pause_between_two_looks_for_an_invitation_and_for_others(mon
         seconds=0.3,
         connecting=20,
         timeout=20,
-        detector=None,
-        gone=lambda: asked.append(1),
+        detector=SimpleNamespace(ended=dict, settle=list),
+        gone=lambda: asked.append(1) or {},
     )
     assert lost.peers == (1,)
     assert 1 <= len(asked) <= 8
@@ -467,6 +467,7 @@ def met(
         read=lambda: asked.append("read"),
         ended=lambda: ended or {},
         called=lambda: called,
+        settle=list,
         lost=lambda **told: asked.append((told["phase"], 0 <= told["waited"] < 10)) or list(lost),
     )
     with pytest.MonkeyPatch.context() as patch:
