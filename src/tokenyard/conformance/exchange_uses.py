@@ -229,7 +229,7 @@ def all_data_beside_another_plan(trial: Trial) -> None:
 
 
 def all_data_where_calls_survive(trial: Trial) -> None:
-    """So do plans whose calls survive a loss (`survive=True`), as long as nobody is lost."""
+    """So do plans whose calls survive a loss (`survive=True`), as long as no rank is lost."""
     world = trial.group.size
     if not trial.exchange.returns_choices:
         return

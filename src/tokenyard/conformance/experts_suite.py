@@ -149,7 +149,7 @@ def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> N
 
 
 def empty_batches(cls: type[Experts], device: torch.device) -> None:
-    """No rows give no rows; rows for nobody at all give zeros, also on a rank that owns no experts."""
+    """No rows give no rows; rows that no expert takes give zeros, also on a rank that owns no experts."""
     batch = supported_batch(cls, device, rows=0)
     shape = tuple(batch.result(cls).shape)
     expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])

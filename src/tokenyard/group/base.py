@@ -238,7 +238,7 @@ class Group(ABC):
         purpose: str = "",
         check: Callable[[], None] | None = None,
     ) -> Group:
-        """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for.
+        """A group of some of these ranks. Collective over *those* ranks only; no other rank is waited for.
 
         All ranks make the subgroups of one `purpose` in the same order; those of another purpose may be made at the
         same time. While processes over gloo wait for each other in this call, `check` is called repeatedly, in another
@@ -277,7 +277,7 @@ class Group(ABC):
 
     @abstractmethod
     def decide(self, question: str, answer: str) -> str:
-        """Give an answer to a question, unless a rank has given one before; return the first answer, which stands.
+        """Give an answer to a question, unless a rank has given one before; return the first answer, which is final.
 
         It is the same for all ranks, admitted ones included. The call waits for no other rank, and works after a loss:
         the answer is kept where the ranks of this group find each other, such as in the store of torch.distributed.

@@ -63,7 +63,7 @@ class DistributedGroup(Group):
     """A process group of torch.distributed, as tokenyard uses it. Without `process_group`, it is the default group.
 
     `device` is where this rank's rows live. Left out, it is the current GPU under NCCL, and the CPU under gloo.
-    `deadline` is the seconds that any single wait may take; `name` stands in errors.
+    `deadline` is the seconds that any single wait may take; `name` is that in errors.
     """
 
     # Whether the process group was made by torch, for ranks of its world; else tokenyard made it without torch's world.
@@ -563,7 +563,7 @@ _uses: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 
 def _next_use(process_group: dist.ProcessGroup) -> str:
-    """A name that tells this group from other groups of the same process group, or of the same ranks.
+    """A name that distinguishes this group from other groups of the same process group, or of the same ranks.
 
     It is the same on all ranks, which make their groups in one order. It is empty for the first group of torch's world,
     which a fresh process must be able to find.

@@ -1,4 +1,4 @@
-"""Hosts: which ranks can share memory, and ranks of one machine that stand for ranks on several hosts."""
+"""Hosts: which ranks can share memory, and ranks of one machine that play ranks on several hosts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def this_host() -> str:
     It holds the machine's boot id and the PID namespace. Two containers of one machine are two hosts, because neither
     sees the processes of the other.
     """
-    told = os.environ.get(HOST_VARIABLE)
-    further = f"/{told}" if told else ""
+    given = os.environ.get(HOST_VARIABLE)
+    further = f"/{given}" if given else ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             machine = file.read().strip()

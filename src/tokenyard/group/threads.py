@@ -74,7 +74,7 @@ class _MeetingPoint:
     def __init__(
         self, hosts: Sequence[str], before: _MeetingPoint | None = None, fresh: Sequence[int] = ()
     ) -> None:
-        self.hosts = tuple(hosts)  # by rank: the name of the host that it stands on
+        self.hosts = tuple(hosts)  # by rank: the name of the host that it runs on
         self.size = size = len(self.hosts)
         self.lock = threading.Lock()
         # By rank: how often it was replaced. A rank that leaves one group also leaves all groups of its chain of
@@ -452,7 +452,7 @@ def thread_groups(
     """The ranks of one group of threads, one `ThreadGroup` for each thread to use.
 
     `device` is where their rows live: the CPU, or a GPU that all of them share. There, each thread makes its calls
-    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads stand for, as in `launch`.
+    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads play, as in `launch`.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as pool:

@@ -57,7 +57,7 @@ class MoeAlltoAll:
 
     The ranks are those of `group`, or of `mnnvl_config.comm_backend` (vLLM's way). If `mapping` is
     given, its `moe_ep_size` and `moe_ep_rank` must be those of this group. `workspace_size_per_rank` is accepted, but
-    does not limit the workspace, which grows to the size that is needed. With `hidden_size`, room for bf16 results is
+    does not limit the workspace, which grows to the size that is needed. With `hidden_size`, memory for bf16 results is
     reserved from the start.
 
     >>> from tokenyard import launch

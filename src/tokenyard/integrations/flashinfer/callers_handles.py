@@ -1,6 +1,6 @@
 """What callers of FlashInfer's interface pass in: their communicator, a workspace, and its metainfo.
 
-The communicator says which ranks form the group. `Workspace` and `Metainfo` stand for FlashInfer's tensors of these
+The communicator says which ranks form the group. `Workspace` and `Metainfo` replace FlashInfer's tensors of these
 names, which callers only pass on. They are not tensors here: our memory is allocated, and grows, when ranks dispatch
 and combine, and is not one tensor of bytes that a caller could slice.
 """
@@ -75,7 +75,7 @@ def group_of_communicator(comm_backend: Any) -> Group:
     """The ranks of a communicator (FlashInfer's `CommBackend`), as a group. A group comes back as it is.
 
     vLLM's `CustomCommunicator` and FlashInfer's `TorchDistBackend` keep a process group of torch.distributed in
-    `_group`, and None there stands for the default group. Rows are on the current GPU, if there is one.
+    `_group`, and None there means the default group. Rows are on the current GPU, if there is one.
     """
     if isinstance(comm_backend, Group):
         return comm_backend

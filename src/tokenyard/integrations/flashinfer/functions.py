@@ -28,7 +28,7 @@ from tokenyard.integrations.flashinfer.manifest import check_backend, check_plac
 from tokenyard.integrations.flashinfer.quantized_output import SfLayout
 from tokenyard.rows import describe
 
-# Stands for the offset of results, wherever they are: the only part of a workspace that a caller may ask for.
+# The offset of results, wherever they are: the only part of a workspace that a caller may ask for.
 RESULTS_OFFSET = 0
 
 

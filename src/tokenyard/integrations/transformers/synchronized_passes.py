@@ -82,7 +82,7 @@ class SynchronizedPasses:
             yield
         except Exception as error:
             if not isinstance(error, GroupError):  # all ranks raise these already
-                self._tell(error)
+                self._report(error)
             raise
         finally:
             self.meeting = False
@@ -115,12 +115,12 @@ class SynchronizedPasses:
         said = group.all_gather(word.to(group.device), phase="the meeting before a pass")
         tokens: list[int] = said.cpu().view(torch.int64).flatten().tolist()
         if _FAILED in tokens:
-            self._hear(None)
+            self._gather_errors(None)
         if all(number == _DONE for number in tokens):
             return 0
         return max(1, *(-(-number // self.max_tokens) for number in tokens))
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         """Report this rank's error to the other ranks, which wait for it in a layer or in a meeting."""
         if self._inside:
             return
@@ -128,13 +128,13 @@ class SynchronizedPasses:
         if self._next == 0:
             word = torch.tensor([_FAILED], dtype=torch.int64).view(torch.uint8)
             group.all_gather(word.to(group.device), phase="the meeting before a pass")
-            self._hear(error)
+            self._gather_errors(error)
             return
         exchange_spec = self.plan.wiring(self.layers[self._next]).exchange_spec
         with self.plan.exchange.round_trip(exchange_spec):
             raise error
 
-    def _hear(self, error: Exception | None) -> None:
+    def _gather_errors(self, error: Exception | None) -> None:
         """Gather the errors of all ranks after a failure; raise, unless `error` shows that this rank has one itself."""
         group = self.plan.group
         mine = None if error is None else f"{type(error).__name__}: {error}"

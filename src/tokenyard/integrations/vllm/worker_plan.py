@@ -56,15 +56,15 @@ def plan_of_worker(layer: str, asked: Settings) -> Plan:
         _made = WorkerPlan(
             layers=layers, plan=plan(_specs(layers, group, asked), group, exchange=asked.exchange)
         )
-        _tell(_made.plan, asked)
+        _log_plan(_made.plan, asked)
     elif layer not in (spec.name for spec in _made.plan.draft.specs):
         _made.plan.extend(_specs(layers, _made.plan.group, asked, beside=_made.plan))
-        _tell(_made.plan, asked)
+        _log_plan(_made.plan, asked)
     return _made.plan
 
 
 def own_group(deadline: float) -> Group:
-    """The ranks that share experts, with a process group that nobody else uses."""
+    """The ranks that share experts, with a process group of their own."""
     process_group = dist.new_group(
         get_ep_group().ranks, timeout=timedelta(seconds=deadline), use_local_synchronization=True
     )
@@ -110,7 +110,7 @@ def _most_tokens(moe: Any) -> int:
     return most if slices is None else slices.longest(most)
 
 
-def _tell(made: Plan, asked: Settings) -> None:
+def _log_plan(made: Plan, asked: Settings) -> None:
     if made.group.rank == 0:
         _log.info("tokenyard: %s\n%s", asked, made)
 
