@@ -14,7 +14,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
-from tokenyard.group import base, distributed, failure_detector, process_ranks, threads
+from tokenyard.group import base, failure_detector, hosts, process_ranks, threads
 from tokenyard.group.failure_detector import within
 from tokenyard.group.readmission import READMISSION
 
@@ -77,7 +77,7 @@ def name_of_interface(group):
 
 def test_processes_of_one_machine_talk_over_loopback(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert ty.launch(1, name_of_interface, ranks="processes") == [distributed.loopback_interface()]
+    assert ty.launch(1, name_of_interface, ranks="processes") == [hosts.loopback_interface()]
 
 
 def process_launch(world, **changes):

@@ -67,3 +67,8 @@ def hosts_of_ranks(hosts: int | Sequence[int], world: int) -> list[int]:
             fix="pass hosts=2, say, or leave it out, for one host",
         )
     return [host for host, count in enumerate(ranks) for _ in range(count)]
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, which local ranks talk over."""
+    return next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)

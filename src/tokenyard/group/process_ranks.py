@@ -27,9 +27,9 @@ import torch.distributed as dist
 from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError, shown
 from tokenyard.group.base import Group
 from tokenyard.group.devices import let_ranks_share_a_gpu, prepare_process, why_none_may_start
-from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
+from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup
 from tokenyard.group.forkserver import start_forkserver
-from tokenyard.group.hosts import HOST_VARIABLE, check_processes
+from tokenyard.group.hosts import HOST_VARIABLE, check_processes, loopback_interface
 from tokenyard.group.own_process import OwnProcess, end_forked_child
 from tokenyard.group.readmission import READMISSION, TCPStore, address_of, group_key_of
 from tokenyard.group.rejoining import rejoin
