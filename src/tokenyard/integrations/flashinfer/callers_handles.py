@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenyard.errors import InputError
+from tokenyard.errors import HandleError, InputError
 from tokenyard.exchange.workspace import REGION_ALIGNMENT, round_up
 from tokenyard.group import DistributedGroup
 from tokenyard.group.base import Group
@@ -66,9 +66,9 @@ def moe_a2a_get_workspace_size_per_rank(
     return sum(round_up(size, REGION_ALIGNMENT) for size in sizes)
 
 
-def group_of_config(mnnvl_config: Any) -> Group:
-    """The group of `mnnvl_config.comm_backend`; raise if there is none."""
-    return group_of_communicator(getattr(mnnvl_config, "comm_backend", None))
+def out_of_turn(found: str, fix: str, rank: int) -> HandleError:
+    """The error of a call that is not the next one of a round trip."""
+    return HandleError(found, expected="dispatch, then combine", fix=fix, rank=rank)
 
 
 def group_of_communicator(comm_backend: Any) -> Group:

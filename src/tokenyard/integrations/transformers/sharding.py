@@ -110,7 +110,9 @@ def shard_experts(
         experts = []
         for index, source in enumerate(sources):
             report(index, len(sources))
-            experts.append(_sharded(source, made, index, passes))
+            name, device = source.spec.name, group.device
+            # No copy of the weights that are taken outlives this line.
+            experts.append(ShardedExperts(made, name, source.take(device), index=index, passes=passes))
             source.module.replace_by(experts[-1])  # frees the memory of experts that other ranks own
         report(len(sources), len(sources))
         return experts
@@ -138,12 +140,6 @@ def load_sharded(
 
     model, _ = make_together(group, "loading the model", load, seconds=LOADING_DEADLINE)
     return shard_experts(model, group, checkpoint=checkpoint, **options)
-
-
-def _sharded(source: ExpertSource, made: Plan, index: int, passes: SynchronizedPasses) -> ShardedExperts:
-    """The experts of one module. No copy of their weights outlives this call."""
-    taken = source.take(made.group.device)
-    return ShardedExperts(made, source.spec.name, taken, index=index, passes=passes)
 
 
 _never_compiled: Callable[[Function], Function] = torch.compiler.disable

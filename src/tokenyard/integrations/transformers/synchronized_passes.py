@@ -110,24 +110,27 @@ class SynchronizedPasses:
 
     def _meet(self, mine: int) -> int:
         """Gather how many tokens ranks bring; return into how many parts the pass is cut, 0 if all are done."""
-        group = self.plan.group
-        word = torch.tensor([mine], dtype=torch.int64).view(torch.uint8)
-        said = group.all_gather(word.to(group.device), phase="the meeting before a pass")
-        tokens: list[int] = said.cpu().view(torch.int64).flatten().tolist()
+        tokens = self._gather(mine)
         if _FAILED in tokens:
             self._gather_errors(None)
         if all(number == _DONE for number in tokens):
             return 0
         return max(1, *(-(-number // self.max_tokens) for number in tokens))
 
+    def _gather(self, mine: int) -> list[int]:
+        """The numbers that all ranks bring to a meeting."""
+        group = self.plan.group
+        word = torch.tensor([mine], dtype=torch.int64).view(torch.uint8)
+        gathered = group.all_gather(word.to(group.device), phase="the meeting before a pass")
+        numbers: list[int] = gathered.cpu().view(torch.int64).flatten().tolist()
+        return numbers
+
     def _report(self, error: Exception) -> None:
         """Report this rank's error to the other ranks, which wait for it in a layer or in a meeting."""
         if self._inside:
             return
-        group = self.plan.group
         if self._next == 0:
-            word = torch.tensor([_FAILED], dtype=torch.int64).view(torch.uint8)
-            group.all_gather(word.to(group.device), phase="the meeting before a pass")
+            self._gather(_FAILED)
             self._gather_errors(error)
             return
         exchange_spec = self.plan.wiring(self.layers[self._next]).exchange_spec

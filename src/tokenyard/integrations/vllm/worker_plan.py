@@ -121,23 +121,17 @@ def _log_plan(made: Plan, asked: Settings) -> None:
 def load_kernel(method: Any, layer: Any) -> None:
     """Make the kernel of a layer's method or, if weights are loaded once more, give it the new ones."""
     if method.moe_kernel is None:
-        method.moe_quant_config = method.get_fused_moe_quant_config(layer)
-        method.moe_kernel = kernel_of(layer, method.moe, method.moe_quant_config)
+        config, mover = method.get_fused_moe_quant_config(layer), mover_of(layer, method.moe)
+        experts = TokenyardExperts(
+            mover.plan,
+            layer.layer_name,
+            moe_config=method.moe,
+            quant_config=config,
+            weights=held_weights(layer).read(),
+        )
+        method.moe_quant_config, method.moe_kernel = config, mk.FusedMoEKernel(mover, experts)
     else:
         method.moe_kernel.fused_experts.load(held_weights(layer).read())
-
-
-def kernel_of(layer: Any, moe: Any, quant_config: Any) -> Any:
-    """vLLM's kernel for a layer whose weights are loaded, of our exchange and our experts."""
-    mover = mover_of(layer, moe)
-    experts = TokenyardExperts(
-        mover.plan,
-        layer.layer_name,
-        moe_config=moe,
-        quant_config=quant_config,
-        weights=held_weights(layer).read(),
-    )
-    return mk.FusedMoEKernel(mover, experts)
 
 
 def mover_of(layer: Any, moe: Any) -> TokenyardPrepareAndFinalize:
