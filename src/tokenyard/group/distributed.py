@@ -61,7 +61,7 @@ class DistributedGroup(Group):
     """A process group of torch.distributed, as tokenyard uses it. Without `process_group`, it is the default group.
 
     `device` is where this rank's rows live. Left out, it is the current GPU under NCCL, and the CPU under gloo.
-    `deadline` is the seconds that any single wait may take; `name` is that in errors.
+    `deadline` is the seconds that any single wait may take; errors call it by its `name`.
     """
 
     # Whether the process group was made by torch, for ranks of its world; else tokenyard made it without torch's world.

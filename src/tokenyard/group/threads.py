@@ -452,7 +452,7 @@ def thread_groups(
     """The ranks of one group of threads, one `ThreadGroup` for each thread to use.
 
     `device` is where their rows live: the CPU, or a GPU that all of them share. There, each thread makes its calls
-    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads play, as in `launch`.
+    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads act as, as in `launch`.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as pool:

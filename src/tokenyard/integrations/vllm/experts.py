@@ -116,7 +116,7 @@ class TokenyardExperts(ExpertsOfVllm):
         return bool(moe_parallel_config.tp_size == 1)  # an expert is never split
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Says that results are weighted and summed over the experts of this rank, and must not be once more."""
+        """Says that results are weighted and summed over the experts of this rank, and must not be again."""
         return Finished()
 
     def moe_problem_size(
