@@ -259,16 +259,11 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
         for experts, caller in ((batch.build(cls), "the same experts"), (later.build(cls), "other experts")):
             first = batch.build(cls) if caller == "other experts" else experts
             result = first(batch.received(cls), finalize=finalize)
-            tensors = _tensors(result)
+            tensors = [value for value in vars(result).values() if isinstance(value, Tensor)]
             before = [tensor.clone() for tensor in tensors]
             experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
             found = f"a result was changed by a later call of {caller}"
             expect(all(map(same_bits, tensors, before)), found, "memory of its own, until it is combined")
-
-
-def _tensors(result: object) -> list[Tensor]:
-    """The tensors that a result holds."""
-    return [value for value in vars(result).values() if isinstance(value, Tensor)]
 
 
 def formats_as_declared(cls: type[Experts], device: torch.device) -> None:
