@@ -125,13 +125,13 @@ USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
     ),
     (
         ("_world",),
-        "group/distributed.py",
+        "group/torch_groups.py",
         lambda: isinstance(dist.distributed_c10d._world.pg_map, MutableMapping),
         "groups of torch.distributed find no store: no subgroup, no lost rank that is replaced, no shared GPU memory",
     ),
     (
         ("_allgather_base",),
-        "group/distributed.py",
+        "group/torch_groups.py",
         lambda: (
             hasattr(dist.ProcessGroup, "all_gather_single") or hasattr(dist.ProcessGroup, "_allgather_base")
         ),

@@ -14,8 +14,8 @@ from tests.faults.namespaces import fork_with_another_clock
 from tests.faults.timestamps import Timestamps, met, stamp
 from tests.faults.worker import RankWorker, live_through
 from tokenyard.group import process_ranks
-from tokenyard.group.distributed import loopback_interface
 from tokenyard.group.forkserver import start_forkserver
+from tokenyard.group.hosts import loopback_interface
 
 # Seconds in which the ranks of these sessions must have found each other, where tokenyard gives them thirty.
 FINDING = 10.0

@@ -16,9 +16,10 @@ import tokenyard as ty
 from tests.group.test_group import messages_of_any_length, messages_of_one_byte
 from tests.models import raised
 from tokenyard.group import distributed
-from tokenyard.group.distributed import DistributedGroup, _options
+from tokenyard.group.distributed import DistributedGroup
 from tokenyard.group.process_ranks import _meeting_store
 from tokenyard.group.readmission import Invitation, RejoinStore, TCPStore
+from tokenyard.group.torch_groups import _options
 
 CPU = torch.device("cpu")
 
@@ -426,7 +427,7 @@ def test_each_wait_has_a_limit_and_so_has_the_library_underneath(pair, monkeypat
     monkeypatch.setattr("tokenyard.group.distributed.within", no_time)
     raised(first.subgroup, [0, 1])
     raised(first.readmit, [1], seconds=3.0)
-    monkeypatch.setattr("tokenyard.group.distributed._gather", gathers)
+    monkeypatch.setattr("tokenyard.group.distributed.gather", gathers)
     with pytest.raises(Interrupted):
         first.barrier()
     assert limits == [30 + 30 + 2, 3 + 30 + 2, timedelta(seconds=7)]

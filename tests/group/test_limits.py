@@ -14,7 +14,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
-from tokenyard.group import base, distributed, failure_detector, process_ranks, threads
+from tokenyard.group import base, failure_detector, hosts, process_ranks, threads
 from tokenyard.group.failure_detector import within
 from tokenyard.group.readmission import READMISSION
 
@@ -77,7 +77,12 @@ def name_of_interface(group):
 
 def test_processes_of_one_machine_talk_over_loopback(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert ty.launch(1, name_of_interface, ranks="processes") == [distributed.loopback_interface()]
+    assert ty.launch(1, name_of_interface, ranks="processes") == [hosts.loopback_interface()]
+
+
+def process_launch(world, **changes):
+    settings = {"job": b"", "host_of_rank": [0] * world, "deadline": 20.0, "intra_op": 1} | changes
+    return process_ranks.ProcessLaunch(devices=[CPU] * world, **settings)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +91,8 @@ def test_processes_of_one_machine_talk_over_loopback(monkeypatch):
 def test_processes_are_told_their_host_where_they_stand_for_several(host_of_rank, told, monkeypatch):
     monkeypatch.setenv("TOKENYARD_HOST", "rack 3")
     monkeypatch.setattr(process_ranks, "start_forkserver", lambda: None)
-    devices = [torch.device("cpu")] * len(told)
-    processes = process_ranks._Processes(devices, None, 20.0, 1, b"", host_of_rank)
+    launched = process_launch(len(told), host_of_rank=host_of_rank)
+    processes = process_ranks._Processes(launched, None)
     for rank, host in enumerate(told):
         assert processes._environment(rank) == {**os.environ, "TOKENYARD_HOST": host}
 
@@ -117,7 +122,7 @@ def rank_here(monkeypatch):
             done.update(code=code, alone=not watched[0].is_set())
 
         fakes = {
-            "os": SimpleNamespace(environ=environment, _exit=leave),
+            "os": SimpleNamespace(environ=environment, _exit=leave, register_at_fork=lambda **_: None),
             "signal": SimpleNamespace(SIGINT=2, SIG_IGN=1, signal=lambda *given: done.update(signals=given)),
             "loopback_interface": lambda: interface,
             "_watch_parent": watch,
@@ -128,8 +133,8 @@ def rank_here(monkeypatch):
             for name, fake in fakes.items():
                 patch.setattr(process_ranks, name, fake)
             patch.setattr(torch, "set_num_threads", lambda number: done.update(threads=number))
-            job, told = pickle.dumps((is_given, (value,))), {"ASKED": "2"}
-            process_ranks._rank_main(1, [CPU] * 2, 7, rejoins, 20.0, 3, its_end, job, told)
+            launched = process_launch(2, job=pickle.dumps((is_given, (value,))), intra_op=3)
+            process_ranks._rank_main(1, launched, {"ASKED": "2"}, 7, rejoins, its_end)
         with own_end, its_end:
             return pickle.loads(own_end.recv_bytes()), done, environment
 
@@ -171,7 +176,7 @@ def test_after_an_error_the_others_have_their_deadline_to_end_and_no_longer(monk
     processes = process_ranks._Processes.__new__(process_ranks._Processes)
     ends = [multiprocessing.Pipe() for _ in range(3)]
     processes._connections = {rank: parent for rank, (parent, _) in enumerate(ends)}
-    processes._deadline, processes._processes = 0.3, {}
+    processes._launched, processes._processes = process_launch(3, deadline=0.3), {}
     for rank, error in ((0, ValueError("first")), (2, ValueError("second"))):
         ends[rank][1].send_bytes(pickle.dumps(("error", error, "where it was raised")))
     began = time.monotonic()

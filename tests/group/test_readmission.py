@@ -307,7 +307,6 @@ class Counting(dist.HashStore):
 def test_there_is_a_pause_between_two_looks_for_an_invitation_and_for_others(monkeypatch):
     """A store serves all ranks: 0.3 s at 0.05 s each are seven looks, at most."""
     monkeypatch.setattr(readmission, "_PAUSE", 0.05)
-    detector = SimpleNamespace(ended=dict, settle=list)
     store, asked = Counting(), []
     assert "was not invited" in str(raised(RejoinStore(store, "key").take, 1, "address", 0.3))
     assert 1 <= store.looks <= 7
@@ -321,7 +320,7 @@ def test_there_is_a_pause_between_two_looks_for_an_invitation_and_for_others(mon
         seconds=0.3,
         connecting=20,
         timeout=20,
-        detector=detector,
+        detector=SimpleNamespace(ended=dict, settle=list),
         gone=lambda: asked.append(1) or {},
     )
     assert lost.peers == (1,)

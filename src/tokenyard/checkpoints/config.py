@@ -34,7 +34,7 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a model's config says about the weights of its experts; None stands for a key that the file lacks."""
+    """What a model's config says about the weights of its experts; None for a key that the file lacks."""
 
     values: Mapping[str, Any]  # all values of the file
     file: Path

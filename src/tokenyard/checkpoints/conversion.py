@@ -235,15 +235,15 @@ def _write(
     total = checkpoint.shared_nbytes + checkpoint.experts_nbytes
     start = checkpoint.bytes_read
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         progress(what, checkpoint.bytes_read - start, total)
 
-    tell("shared weights")
+    report("shared weights")
     for name in checkpoint.shared:
         checkpoint.copy(name, writer.write_bytes)
-        tell("shared weights")
+        report("shared weights")
     return tuple(
-        _LayerConversion(checkpoint, layer, targets[layer.name], writer).run(partial(tell, layer.name))
+        _LayerConversion(checkpoint, layer, targets[layer.name], writer).run(partial(report, layer.name))
         for layer in checkpoint.layers
     )
 
@@ -257,7 +257,7 @@ class _LayerConversion:
     target: CheckpointLayer
     writer: CheckpointWriter
 
-    def run(self, tell: Callable[[], None]) -> ConvertedLayer:
+    def run(self, report: Callable[[], None]) -> ConvertedLayer:
         """Convert all experts of the layer, in parallel."""
         done: dict[int, _ConvertedExpert] = {}
         failed: dict[int, Exception] = {}
@@ -270,7 +270,7 @@ class _LayerConversion:
                 done[expert] = self._convert(expert)
             except Exception as error:
                 failed[expert] = error
-            tell()
+            report()
 
         layer = self.layer
         workers.for_each(convert_one, range(layer.num_experts), torch.get_num_threads())

@@ -28,7 +28,7 @@ class DataKind:
     rows: Change | None = None
     weights: Change | None = None
     ids: Change | None = None
-    tokens: Tokens = _any_number  # the tokens of a rank, of at most so many
+    tokens: Tokens = _any_number  # the tokens of a rank, given the most that it may have
     is_bounded: bool = True  # whether results are finite, so that a bound on their error is known
 
     def change(

@@ -20,7 +20,7 @@ from tokenyard.exchange import Transport
 from tokenyard.experts import Experts
 from tokenyard.formats import Format, get
 
-# Cases of one launch. Eight processes start in about 0.3 s: with so many cases, at most a tenth of the time.
+# Cases of one launch. Eight processes start in about 0.3 s: with this number of cases, at most a tenth of the time.
 PORTION = 64
 MOST_BREAKS = 3
 
@@ -103,7 +103,7 @@ class Campaign:
             for exchange in self.exchanges:
                 check = partial(check_exchange, exchange, ranks=ranks, rounds=rounds, device=self.device)
                 what = f"{exchange.name} on {ranks}: named checks"
-                results = _told(what, check, progress)
+                results = _reported(what, check, progress)
                 parts.append(CheckedPart(kind="exchange", name=exchange.name, ranks=ranks, results=results))
                 of_row = [n for n, cell in enumerate(grid) if (cell[0], cell[2]) == (exchange, ranks)]
                 mine = [(cells[number], case) for number, case in drawn if number in of_row]
@@ -161,15 +161,15 @@ def check_parts(
     parts = []
     for one in formats:
         name = str(get(one))
-        results = _told(f"format {name}", partial(check_format, one), progress)
+        results = _reported(f"format {name}", partial(check_format, one), progress)
         parts.append(CheckedPart(kind="format", name=name, results=results))
     for cls in experts:
-        results = _told(f"experts {cls.name}", partial(check_experts, cls, device=device), progress)
+        results = _reported(f"experts {cls.name}", partial(check_experts, cls, device=device), progress)
         parts.append(CheckedPart(kind="experts", name=cls.name, results=results))
     return parts
 
 
-def _told(what: str, check: Callable[[], list[CheckResult]], progress: Progress) -> list[CheckResult]:
+def _reported(what: str, check: Callable[[], list[CheckResult]], progress: Progress) -> list[CheckResult]:
     """Run named checks, and report their start and their end to `progress`."""
     progress(what, 0)
     results = check()

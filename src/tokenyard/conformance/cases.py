@@ -26,13 +26,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.oracle import oracle, relative_error
+from tokenyard.conformance.oracle import Bound, oracle, relative_error
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Transport
 from tokenyard.experts import Experts, ExpertWeights, activation
 from tokenyard.experts.spec import EXACT, WeightOn
 from tokenyard.experts.weights import WEIGHT_DTYPES
-from tokenyard.formats import Format, Payload, QuantizedMatrix, for_dtype
+from tokenyard.formats import Format, Payload, for_dtype
 from tokenyard.formats.base import ROW_DTYPES
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
@@ -98,9 +98,7 @@ class Case:
     def _placement(self) -> Placement:
         """Which rank owns which expert. `replicas`: each on two ranks. `shuffled`: each on a random rank."""
         if self.placement == "replicas":
-            base = Placement.contiguous(self.num_experts, self.world)
-            further = {e: [(base.owners(e)[0][0] + 1) % self.world] for e in range(self.num_experts)}
-            return Placement.replicated(base, further if self.world > 1 else {})
+            return on_two_ranks(self.num_experts, self.world)
         if self.placement == "shuffled":
             chance = random.Random(self.seed)
             table: list[list[int]] = [[] for _ in range(self.world)]
@@ -169,6 +167,13 @@ class Case:
         return {_TAG.name: numbers_T1.expand(-1, 3).contiguous() * 1000 + rank}
 
 
+def on_two_ranks(num_experts: int, world: int) -> Placement:
+    """A placement in which each expert lives on two ranks, or on the only one."""
+    base = Placement.contiguous(num_experts, world)
+    further = {e: [(base.owners(e)[0][0] + 1) % world] for e in range(num_experts)}
+    return Placement.replicated(base, further if world > 1 else {})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The checks of one rank's result: which of them passed, and how large its errors are."""
@@ -186,16 +191,14 @@ class Outcome:
 
     def complaints(self) -> list[str]:
         """What is wrong, in words."""
-        off = []
-        if not self.bitwise:
-            off.append("other bits than the twin in one process has; expected the same bits")
-        if not self.oracle_excess <= 0:  # NaN is off, too
-            off.append(f"{self.oracle_excess:.3g} beyond the bound around the oracle; expected none")
-        if not self.input_untouched:
-            off.append("rows or routes of the caller were changed; expected them untouched")
-        if not self.output_dtype:
-            off.append("an output of another dtype or shape than the input; expected the input's")
-        return off
+        beyond = f"{self.oracle_excess:.3g} beyond the bound around the oracle; expected none"
+        fine = {
+            "other bits than the twin in one process has; expected the same bits": self.bitwise,
+            beyond: self.oracle_excess <= 0,  # False for NaN, too
+            "rows or routes of the caller were changed; expected them untouched": self.input_untouched,
+            "an output of another dtype or shape than the input; expected the input's": self.output_dtype,
+        }
+        return [words for words, is_fine in fine.items() if not is_fine]
 
 
 def _with_data(
@@ -252,43 +255,26 @@ def run_case(group: Group, case: Case, *, end_to_end: bool = True) -> Outcome:
 
 
 def oracle_excess(
-    wiring: Wiring,
-    weights: ExpertWeights,
-    x_TH: Tensor,
-    routes: Routes,
-    y_TH: Tensor,
-    *,
-    rounds_between: float = 0.0,
-    rounds_to: torch.dtype = torch.float32,
+    wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, y_TH: Tensor
 ) -> float:
-    """By how much a result is outside the bound around the oracle that is fed the rows as the experts get them.
+    """By how much a result is outside the bound around the oracle that is fed the rows as the experts get them."""
+    exact_TH, tolerance_TH, _ = oracle_tolerance(wiring, weights, x_TH, routes)
+    return excess(y_TH, exact_TH, tolerance_TH)
 
-    `rounds_between` is the relative error of experts that round the activation between their two products, to the dtype
-    `rounds_to`. Rounding to float32 is part of the bound already.
-    """
+
+def oracle_tolerance(
+    wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes
+) -> tuple[Tensor, Tensor, Bound]:
+    """The oracle that is fed the rows as the experts get them, how far a result may be from it, and why."""
     spec = wiring.spec
     decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)
     if wiring.expert_rows is not None and wiring.expert_rows != wiring.wire:
         decoded_TH = wiring.expert_rows.encode(decoded_TH.to(spec.dtype)).decode(torch.float32)
-    exact, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
+    exact_TH, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
     tolerance_TH = bound.tolerance(wiring.exchange_spec.combine_wire, spec.dtype)
     if wiring.exchange_spec.hosts:  # results are rounded once more, before they are summed inside their host
         tolerance_TH += bound.tolerance(for_dtype(spec.dtype), spec.dtype)
-    if rounds_between:
-        tolerance_TH += rounds_between * bound.absolute_TH + _underflow(weights, routes, rounds_to)
-    return excess(y_TH, exact, tolerance_TH)
-
-
-def _underflow(weights: ExpertWeights, routes: Routes, dtype: torch.dtype) -> Tensor:
-    """The most error, `[T, 1]`, that a token's result gets from subnormal numbers between the two products."""
-    kind = torch.finfo(dtype)
-    w2 = weights.w2.decode() if isinstance(weights.w2, QuantizedMatrix) else weights.w2
-    largest = float(w2.abs().amax()) if w2.numel() else 0.0
-    half_a_step = kind.smallest_normal * kind.eps / 2
-    each = half_a_step * (w2.shape[-1] * largest + 1)  # all inputs of the second product, and its result
-    weights_TK = routes.topk_weights_TK.double().abs()
-    weights_TK = weights_TK.masked_fill(routes.topk_ids_TK < 0, 0.0)  # unused weights may be NaN
-    return each * weights_TK.sum(dim=1, keepdim=True)
+    return exact_TH, tolerance_TH, bound
 
 
 def excess(y_TH: Tensor, exact_TH: Tensor, tolerance_TH: Tensor) -> float:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, echo_due, must_raise, zeros
@@ -319,11 +318,7 @@ def paranoid_as_declared(trial: Trial) -> None:
     result, owns = echo(flight.received), 0 in made.local_experts("moe")
     if owns:
         payload, slots_R = next(iter(flight.received.rows.payloads.values())), flight.received.slots_R
-        _flip_a_bit(payload[0 if slots_R is None else int(slots_R[0])])
+        payload[0 if slots_R is None else int(slots_R[0])].view(torch.uint8)[0] ^= 1
     kind = Corrupted if owns else PeerFailed
     must_raise(kind, made.exchange.combine, flight, result, when="a received row that was changed")
     stack.check("moe", "after a row was changed")
-
-
-def _flip_a_bit(row: Tensor) -> None:
-    row.view(torch.uint8)[0] ^= 1

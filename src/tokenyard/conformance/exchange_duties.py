@@ -150,7 +150,7 @@ def plans_in_turns(trial: Trial) -> None:
     stacks = [CheckedLayers(trial, [dataclasses.replace(spec, name="moe")]) for spec in ALIKE]
     for stack in stacks * 2:
         stack.check("moe", "beside another plan", tokens=4)
-    trial.group.barrier()  # nobody closes while another one still combines
+    trial.group.barrier()  # no rank closes while another one still combines
     stacks[0].plan.close()
     stacks[1].check("moe", "after the other plan was closed")
 
@@ -425,6 +425,6 @@ def stale_handles(trial: Trial) -> None:
     made.exchange.combine(second, zeros(second.received))
     last = send(made, spec, trial.batch(spec, 3))
     result = zeros(last.received)
-    trial.group.barrier()  # nobody closes while another one still dispatches
+    trial.group.barrier()  # no rank closes while another one still dispatches
     made.close()
     must_raise(HandleError, made.exchange.combine, last, result, when="a handle of a closed plan")

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
+from tokenyard.conformance.exchange_layers import CheckedLayers, failing, must_raise
 from tokenyard.conformance.exchange_suite import Batch, Trial, layer
 from tokenyard.conformance.runner import expect
 from tokenyard.errors import Drifted, InputError, PeerFailed
-from tokenyard.rows import ExpertRows, ReceivedRows
+from tokenyard.rows import ReceivedRows
 
 
 def over_capacity(trial: Trial) -> None:
@@ -82,21 +82,10 @@ def errors_come_in_their_phase(trial: Trial) -> None:
 def failing_experts_reach_all(trial: Trial) -> None:
     """Experts that raise on one rank, after dispatch, are an error on every rank, and the next round is right."""
     stack = CheckedLayers(trial, (layer(payloads=()),))
-    fails_here = trial.group.rank == 0
-    experts = stack.layers["moe"].experts
-    compute = experts.compute
-
-    def fail(received: ReceivedRows, *, finalize: bool) -> ExpertRows:
-        raise ZeroDivisionError("these experts fail")
-
-    if fails_here:
-        object.__setattr__(experts, "compute", fail)
-    kind = ZeroDivisionError if fails_here else PeerFailed
-    _check_peer_named(
-        must_raise(kind, stack.run, "moe", stack.batch("moe"), when="experts that fail on rank 0"), 0
-    )
-    if fails_here:
-        object.__setattr__(experts, "compute", compute)
+    with failing(stack.layers["moe"].experts, trial.group.rank == 0) as kind:
+        mine = stack.batch("moe")
+        error = must_raise(kind, stack.run, "moe", mine, when="experts that fail on rank 0")
+    _check_peer_named(error, 0)
     stack.check("moe", "after an error")
 
 

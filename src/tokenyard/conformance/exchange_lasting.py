@@ -44,7 +44,7 @@ def plans_leave_nothing(trial: Trial) -> None:
         for _ in range(count):
             stack = CheckedLayers(dataclasses.replace(trial, plans=[]), (layer(hidden_size=600),))
             stack.check("moe", "in a new plan", tokens=16)
-            trial.group.barrier()  # nobody closes while another one still combines
+            trial.group.barrier()  # no rank closes while another one still combines
             stack.plan.close()
         return _live_bytes(trial.group)
 

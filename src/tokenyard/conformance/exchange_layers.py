@@ -5,7 +5,8 @@ The layers compute with the reference experts, whose result for a row does not d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from tokenyard.conformance.cases import random_weights, same_numbers
 from tokenyard.conformance.exchange_suite import Batch, Trial, expect_on, of_kind
 from tokenyard.conformance.runner import Finding
 from tokenyard.conformance.twin import twin
-from tokenyard.experts import ExpertWeights
+from tokenyard.errors import PeerFailed
+from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.formats.base import dtype_name
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import Plan
@@ -92,6 +94,21 @@ def must_raise(
     except Exception as error:
         raise Finding(f"{when}: {type(error).__name__}: {error}", kind.__name__) from error
     raise Finding(f"{when}: no error", kind.__name__)
+
+
+@contextmanager
+def failing(experts: Experts, fails: bool) -> Iterator[type[Exception]]:
+    """Inside, these experts raise, if `fails`. Yields what a call of their layer then raises on this rank."""
+    compute = experts.compute
+
+    def fail(received: ReceivedRows, *, finalize: bool) -> ExpertRows:
+        raise ZeroDivisionError("these experts fail")
+
+    if fails:
+        object.__setattr__(experts, "compute", fail)
+    yield ZeroDivisionError if fails else PeerFailed
+    if fails:
+        object.__setattr__(experts, "compute", compute)
 
 
 def zeros(received: ReceivedRows) -> ExpertRows:

@@ -124,7 +124,7 @@ def late_in_combine(trial: Trial) -> None:
 
 
 def stopped_and_continued(trial: Trial) -> None:
-    """A process that is stopped at any moment, and continued when the deadline is over, gives nobody a wrong row."""
+    """A process that is stopped at any moment, and continued when the deadline is over, gives no rank a wrong row."""
     pids = trial.group.gather_json(os.getpid(), phase="looking for processes")
     if len(set(pids)) < max(2, trial.group.size) or trial.group.device.type != "cpu":
         return  # threads cannot be stopped; kernels go on without their process

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
-from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.cases import on_two_ranks, same_bits
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.exchange import Arrival, Transport
 from tokenyard.formats import Payload
@@ -268,7 +268,7 @@ def check_movement(
 
 
 def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
-    """The (rank, local id) of each choice of a token, (-1, -1) for nobody, found without `Placement.resolve`."""
+    """The (rank, local id) of each choice of a token, (-1, -1) for an id of -1, found without `Placement.resolve`."""
     number, pairs = sum(expert for expert in ids if expert >= 0), []
     for expert in ids:
         owners = [(rank, own.index(expert)) for rank, own in enumerate(placement.table) if expert in own]
@@ -314,7 +314,7 @@ def bitwise_movement(trial: Trial) -> None:
 
 
 def source_and_token_order(trial: Trial) -> None:
-    """Rows stand in (source rank, token) order, whatever the placement."""
+    """Rows arrive in (source rank, token) order, whatever the placement."""
     for placement in ("contiguous", "round_robin"):
         check_movement(trial, layer(placement=placement, num_experts=7), tokens=(12, 7, 3, 16))
 
@@ -326,7 +326,7 @@ def one_copy_per_rank(trial: Trial) -> None:
 
 
 def empty_ranks(trial: Trial) -> None:
-    """Ranks without tokens take part, and so does a group in which nobody has any."""
+    """Ranks without tokens take part, and so does a group in which no rank has any."""
     for tokens in ((0, 6), (6, 0, 0), (0,)):
         check_movement(trial, layer(), tokens=tokens)
 
@@ -390,10 +390,7 @@ def duplicate_choices(trial: Trial) -> None:
 
 def replicated_experts(trial: Trial) -> None:
     """A choice of a replicated expert goes to one of its ranks, as the placement says."""
-    world = trial.group.size
-    base = Placement.contiguous(6, world)
-    further = {e: [(base.owners(e)[0][0] + 1) % world] for e in range(6)} if world > 1 else {}
-    check_movement(trial, layer(placement=Placement.replicated(base, further)))
+    check_movement(trial, layer(placement=on_two_ranks(6, trial.group.size)))
 
 
 def many_choices(trial: Trial) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
-from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, must_raise
+from tokenyard.conformance.cases import on_two_ranks
+from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, failing, must_raise
 from tokenyard.conformance.exchange_suite import WIRES, Batch, Trial, check_movement, layer
 from tokenyard.conformance.runner import expect
 from tokenyard.errors import InputError, PeerFailed, PlanError
@@ -180,18 +181,8 @@ def all_data_after_errors(trial: Trial) -> None:
         bad = other.with_ids(other.routes.topk_ids_TK + 6) if trial.group.rank == last else other
         must_raise(kind, stack.run, name, bad, when=f"ids that no expert has on rank {last}")
         results = [stack.run(name, batches[0])]
-        experts = stack.layers[name].experts
-        compute = experts.compute
-
-        def fail(*received: Any, **options: Any) -> Any:
-            raise ZeroDivisionError("these experts fail")
-
-        if trial.group.rank == last:
-            object.__setattr__(experts, "compute", fail)
-        kind = ZeroDivisionError if trial.group.rank == last else PeerFailed
-        must_raise(kind, stack.run, name, other, when=f"experts that fail on rank {last}")
-        if trial.group.rank == last:
-            object.__setattr__(experts, "compute", compute)
+        with failing(stack.layers[name].experts, trial.group.rank == last) as kind:
+            must_raise(kind, stack.run, name, other, when=f"experts that fail on rank {last}")
         return [*results, stack.run(name, batches[1])]
 
     _check(trial, use, "after a call that failed", batches=2)
@@ -238,13 +229,11 @@ def all_data_beside_another_plan(trial: Trial) -> None:
 
 
 def all_data_where_calls_survive(trial: Trial) -> None:
-    """So do plans whose calls survive a loss (`survive=True`), as long as nobody is lost."""
+    """So do plans whose calls survive a loss (`survive=True`), as long as no rank is lost."""
     world = trial.group.size
     if not trial.exchange.returns_choices:
         return
-    base = Placement.contiguous(6, world)
-    further = {e: [(base.owners(e)[0][0] + 1) % world] for e in range(6)} if world > 1 else {}
-    layers = _changed(sum="choices", placement=Placement.replicated(base, further))
+    layers = _changed(sum="choices", placement=on_two_ranks(6, world))
     _check(trial, _call, "in a plan that survives losses", layers, survive=world > 1)
 
 

@@ -149,7 +149,7 @@ def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> N
 
 
 def empty_batches(cls: type[Experts], device: torch.device) -> None:
-    """No rows give no rows; rows for nobody at all give zeros, also on a rank that owns no experts."""
+    """No rows give no rows; rows that no expert takes give zeros, also on a rank that owns no experts."""
     batch = supported_batch(cls, device, rows=0)
     shape = tuple(batch.result(cls).shape)
     expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
@@ -259,16 +259,11 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
         for experts, caller in ((batch.build(cls), "the same experts"), (later.build(cls), "other experts")):
             first = batch.build(cls) if caller == "other experts" else experts
             result = first(batch.received(cls), finalize=finalize)
-            tensors = _tensors(result)
+            tensors = [value for value in vars(result).values() if isinstance(value, Tensor)]
             before = [tensor.clone() for tensor in tensors]
             experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
             found = f"a result was changed by a later call of {caller}"
             expect(all(map(same_bits, tensors, before)), found, "memory of its own, until it is combined")
-
-
-def _tensors(result: object) -> list[Tensor]:
-    """The tensors that a result holds."""
-    return [value for value in vars(result).values() if isinstance(value, Tensor)]
 
 
 def formats_as_declared(cls: type[Experts], device: torch.device) -> None:

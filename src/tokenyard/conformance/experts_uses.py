@@ -148,7 +148,7 @@ def invariant_as_declared(cls: type[Experts], device: torch.device) -> None:
 
 
 def _choices(experts: Experts, cls: type[Experts], batch: ExpertsBatch) -> Tensor:
-    """The weighted result of every choice, `[R, K, H]`; zeros where nobody is chosen."""
+    """The weighted result of every choice, `[R, K, H]`; zeros where a choice is -1."""
     result = experts(batch.received(cls), finalize=False)
     assert isinstance(result, UnfinalizedRows)
     rows_NH = result.weighted().rows_NH.cpu()
@@ -184,7 +184,7 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def rows_in_slots(cls: type[Experts], device: torch.device) -> None:
-    """Rows may stand in any slots of a larger buffer; results go into the exchange's buffer where that is declared."""
+    """Rows may lie in any slots of a larger buffer; results go into the exchange's buffer where that is declared."""
     for seed, spec in enumerate(draw_specs(cls, seed=12, count=4)):
         batch = draw_batch(spec, seed=seed, device=device)
         experts, received = batch.build(cls), batch.received(cls)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import same_bits, same_numbers
-from tokenyard.conformance.format_suite import dtypes_of, expect_same_code, gaussian_rows, relative_error_of
+from tokenyard.conformance.format_suite import (
+    dtypes_of,
+    expect_same_alone,
+    expect_same_code,
+    gaussian_rows,
+    relative_error_of,
+)
 from tokenyard.conformance.runner import expect
 from tokenyard.formats import Format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name, saturated
@@ -30,9 +36,8 @@ def every_width(format: Format) -> None:
         shape = tuple(decoded.shape)
         expect(shape == (3, width), f"3 rows of width {width} decode to {shape}", (3, width))
         for row in range(3):
-            alone = format.encode(x_TH[row : row + 1].clone())
             found = f"row {row} of width {width} has another {{}} in a batch than alone"
-            expect_same_code(format.payloads(width), together, alone, row, 0, found)
+            expect_same_alone(x_TH, together, row, found)
         if not format.quantized:
             fine = same_bits(format.encode(x_TH.to(own)).decode(own), x_TH.to(own))
             expect(fine, f"rows of width {width} came back with other bits", "every bit: nothing is rounded")
@@ -49,9 +54,7 @@ def every_number_of_rows(format: Format) -> None:
     for count in EVERY_COUNT:
         some = format.encode(whole[:count].clone())
         for row in {0, count // 2, count - 1}:
-            alone = format.encode(whole[row : row + 1].clone())
-            found = f"row {row} of {count} has another {{}} than alone"
-            expect_same_code(format.payloads(72), some, alone, row, 0, found)
+            expect_same_alone(whole, some, row, f"row {row} of {count} has another {{}} than alone")
         for name, payload in some.payloads.items():
             expect(len(payload) == count, f"payload {name!r} of {count} rows has {len(payload)}", count)
 
@@ -63,10 +66,8 @@ def every_dtype(format: Format) -> None:
         encoded = format.encode(x_TH)
         exact = encoded.decode(torch.float32)
         if torch.float32 in dtypes_of(format):
-            wide = format.encode(x_TH.float())
-            for row in range(5):
-                found = f"{dtype_name(dtype)} rows have another {{}} than the same numbers in float32"
-                expect_same_code(format.payloads(160), encoded, wide, row, row, found)
+            found = f"{dtype_name(dtype)} rows have another {{}} than the same numbers in float32"
+            expect_same_code(encoded, format.encode(x_TH.float()), found)
         for other in ROW_DTYPES:
             fine = same_numbers(encoded.decode(other), saturated(exact, other))
             found = f"decoding to {dtype_name(other)} differs from rounding what decodes to float32"
@@ -99,9 +100,8 @@ def every_kind_of_numbers(format: Format) -> None:
             encoded = format.encode(x_TH)
             decoded, where = encoded.decode(torch.float32), f"of {dtype_name(dtype)} rows with {kind}"
             for row in range(len(x_TH)):
-                alone = format.encode(x_TH[row : row + 1].clone())
                 found = f"row {row} {where} has another {{}} in its batch than alone"
-                expect_same_code(format.payloads(90), encoded, alone, row, 0, found)
+                expect_same_alone(x_TH, encoded, row, found)
             # Not at the end of float32, which a scale that is a power of two may round past.
             clean_T = (x_TH.float().abs() < 2.0**127).all(dim=1)
             expect(
@@ -112,8 +112,8 @@ def every_kind_of_numbers(format: Format) -> None:
             expect(bool(decoded[x_TH.isnan()].isnan().all()), f"NaN {where} decodes to a number", "NaN")
             zero = clean_T.unsqueeze(1) & (x_TH == 0)
             expect(not bool(decoded[zero].any()), f"zeros {where} decode to something else", "zeros")
-            turned = clean_T.unsqueeze(1) & (decoded * x_TH.float().sign() < 0)
-            expect(not bool(turned.any()), f"numbers {where} have turned their sign", "the same signs")
+            flipped = clean_T.unsqueeze(1) & (decoded * x_TH.float().sign() < 0)
+            expect(not bool(flipped.any()), f"numbers {where} have turned their sign", "the same signs")
             if not format.quantized and format.payloads(1)[0].dtype == dtype:
                 fine = same_bits(encoded.decode(dtype), x_TH.contiguous())
                 expect(fine, f"{where} came back with other bits", "every bit: nothing is rounded")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from tokenyard.conformance.cases import same_bits, same_numbers
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import ContractError, UnknownName
-from tokenyard.formats import FORMATS, EncodedRows, Format, Payload, get
+from tokenyard.formats import FORMATS, EncodedRows, Format, get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 
 WIDTHS = (1, 100, 2880, 7168)
@@ -56,13 +55,17 @@ def dtypes_of(format: Format) -> list[torch.dtype]:
     return taken
 
 
-def expect_same_code(
-    declared: Sequence[Payload], left: EncodedRows, right: EncodedRows, row: int, other: int, found: str
-) -> None:
-    """Raise a finding unless two rows have the same code; `found` has a place for the payload that differs."""
-    for payload in declared:
-        same = same_numbers(left.payloads[payload.name][row], right.payloads[payload.name][other])
+def expect_same_code(left: EncodedRows, right: EncodedRows, found: str) -> None:
+    """Raise a finding unless two batches have the same codes; `found` has a place for the payload that differs."""
+    for payload in left.format.payloads(left.hidden_size):
+        same = same_numbers(left.payloads[payload.name], right.payloads[payload.name])
         expect(same, found.format(repr(payload.name)), "the same bits")
+
+
+def expect_same_alone(x_TH: Tensor, encoded: EncodedRows, row: int, found: str) -> None:
+    """Raise a finding unless a row has the code that it has alone; `found` has a place for the payload that differs."""
+    alone = encoded.format.encode(x_TH[row : row + 1].clone())
+    expect_same_code(encoded.slice(row, row + 1), alone, found)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------
@@ -114,9 +117,8 @@ def rows_are_independent(format: Format) -> None:
         x_TH = gaussian_rows(_ROWS, width)
         together = format.encode(x_TH)
         for row in range(_ROWS):
-            alone = format.encode(x_TH[row : row + 1].clone())
             found = f"row {row} of width {width} has another {{}} in a batch than alone"
-            expect_same_code(format.payloads(width), together, alone, row, 0, found)
+            expect_same_alone(x_TH, together, row, found)
 
 
 def input_untouched(format: Format) -> None:
@@ -137,9 +139,7 @@ def strided_rows(format: Format) -> None:
     wide = gaussian_rows(_ROWS, 201)
     for x_TH in (wide[:, ::2], wide[:, 1:101], wide[::2]):
         strided, copied = format.encode(x_TH), format.encode(x_TH.contiguous())
-        for row in range(x_TH.shape[0]):
-            found = "a strided row has another {} than its copy"
-            expect_same_code(format.payloads(x_TH.shape[1]), strided, copied, row, row, found)
+        expect_same_code(strided, copied, "a strided row has another {} than its copy")
 
 
 def decoded_rows_are_near(format: Format) -> None:
@@ -169,10 +169,7 @@ def codes_repeat(format: Format) -> None:
     first = format.encode(x_TH)
     for size in (2.0**-9, 2.0**9):
         format.encode(x_TH * size)
-    second = format.encode(x_TH)
-    for row in range(_ROWS):
-        found = "encoding twice gave two different {}"
-        expect_same_code(format.payloads(100), first, second, row, row, found)
+    expect_same_code(first, format.encode(x_TH), "encoding twice gave two different {}")
 
 
 def nan_stays_in_its_row(format: Format) -> None:

@@ -141,9 +141,8 @@ def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
     except Finding as finding:
         return 0, f"rank {group.rank}: {finding}"
     except Exception as error:
-        return 2 if isinstance(
-            error, GroupError
-        ) else 1, f"rank {group.rank}: {type(error).__name__}: {error}"
+        precedence = 2 if isinstance(error, GroupError) else 1
+        return precedence, f"rank {group.rank}: {type(error).__name__}: {error}"
     return None
 
 

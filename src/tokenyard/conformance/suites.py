@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.conformance import (
     exchange_accounts,
@@ -36,6 +35,7 @@ from tokenyard.errors import InputError, unknown_name
 from tokenyard.exchange import Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import Experts
+from tokenyard.experts import get as experts_named
 from tokenyard.formats import Format
 from tokenyard.group import Group
 
@@ -121,7 +121,7 @@ def check_experts(
     >>> all(result.passed for result in check_experts("reference", only=["one_type_returned"]))
     True
     """
-    cls, device = experts_room.get(experts), torch.device(device)
+    cls, device = experts_named(experts), torch.device(device)
     if (reason := cls.runs_on(device)) is not None:
         raise InputError(
             str(reason), expected=f"experts that run on {device}", fix="check them where they do"

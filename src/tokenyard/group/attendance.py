@@ -139,7 +139,7 @@ class Evidence:
         return cls(**(found | {"missing": tuple(found["missing"])}))
 
     def later(self, seconds: float) -> Evidence:
-        """The same by another clock, which is ahead of this one by so many seconds."""
+        """The same by another clock, which is ahead of this one by that many seconds."""
         gaps = tuple(gap._replace(start=gap.start + seconds, end=gap.end + seconds) for gap in self.gaps)
         return replace(self, began=self.began + seconds, now=self.now + seconds, gaps=gaps)
 
@@ -172,7 +172,7 @@ def _overlap(gap: Gap, start: float, end: float) -> float:
     return max(0.0, min(gap.end, end) - max(gap.start, start))
 
 
-def surely_late(told: Mapping[int, Evidence]) -> list[int]:
+def surely_late(by_rank: Mapping[int, Evidence]) -> list[int]:
     """The ranks that have kept another rank waiting for that one's deadline.
 
     >>> waits = Evidence(phase="dispatch", deadline=1.0, number=7, began=10.0, now=11.0)
@@ -181,10 +181,10 @@ def surely_late(told: Mapping[int, Evidence]) -> list[int]:
     >>> surely_late({0: waits, 1: stopped, 2: computed, 3: waits})
     [1]
     """
-    return _longest(told, lambda deadline: deadline - min(_UNSURE, deadline / 3), strictly=True)
+    return _longest(by_rank, lambda deadline: deadline - min(_UNSURE, deadline / 3), strictly=True)
 
 
-def late(told: Mapping[int, Evidence]) -> list[int]:
+def late(by_rank: Mapping[int, Evidence]) -> list[int]:
     """The ranks that are surely late; if there are none, those that kept another one waiting for half its deadline.
 
     >>> waits = Evidence(phase="dispatch", deadline=1.0, number=7, began=10.0, now=11.0)
@@ -192,10 +192,10 @@ def late(told: Mapping[int, Evidence]) -> list[int]:
     >>> late({0: waits, 1: stopped, 2: waits}), late({0: waits, 1: waits})
     ([1], [])
     """
-    return surely_late(told) or _longest(told, lambda deadline: _LEAST * deadline, strictly=False)
+    return surely_late(by_rank) or _longest(by_rank, lambda deadline: _LEAST * deadline, strictly=False)
 
 
-def only_stopped(told: Mapping[int, Evidence]) -> list[int]:
+def only_stopped(by_rank: Mapping[int, Evidence]) -> list[int]:
     """The ranks that were stopped for half their deadline in their wait, if no rank was awake for as long in its own.
 
     What such ranks say of others that do not answer is worth nothing: these may have gone on meanwhile.
@@ -204,17 +204,19 @@ def only_stopped(told: Mapping[int, Evidence]) -> list[int]:
     >>> only_stopped({1: stopped}), only_stopped({1: stopped, 2: replace(stopped, gaps=())})
     ([1], [])
     """
-    awake = {rank: one.now - one.began - one.stopped for rank, one in told.items()}
-    if any(seconds > _LEAST * told[rank].deadline for rank, seconds in awake.items()):
+    awake = {rank: one.now - one.began - one.stopped for rank, one in by_rank.items()}
+    if any(seconds > _LEAST * by_rank[rank].deadline for rank, seconds in awake.items()):
         return []
-    return sorted(rank for rank, one in told.items() if one.stopped > _LEAST * one.deadline)
+    return sorted(rank for rank, one in by_rank.items() if one.stopped > _LEAST * one.deadline)
 
 
-def _longest(told: Mapping[int, Evidence], least: Callable[[float], float], *, strictly: bool) -> list[int]:
+def _longest(
+    by_rank: Mapping[int, Evidence], least: Callable[[float], float], *, strictly: bool
+) -> list[int]:
     """The ranks that kept another one waiting for longer than the least time, and whose gaps are about the longest."""
     gaps: dict[int, float] = {}
-    for rank, suspect in told.items():
-        for one, waiter in told.items():
+    for rank, suspect in by_rank.items():
+        for one, waiter in by_rank.items():
             awake, gap = waiter.waited_for(suspect, strictly=strictly)
             if one != rank and awake > least(waiter.deadline):
                 gaps[rank] = max(gap, gaps.get(rank, 0.0))

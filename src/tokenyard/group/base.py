@@ -24,21 +24,21 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import copy_context
+from contextlib import contextmanager
 from numbers import Real
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost, shown
 from tokenyard.group.one_thread import OneThread
-from tokenyard.group.own_process import OwnProcess, not_pickled
-from tokenyard.group.readmission import READMISSION
+from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
+from tokenyard.group.pending import Background as Background  # noqa: PLC0414 - a part of the contract
+from tokenyard.group.pending import Pending as Pending  # noqa: PLC0414 - a part of the contract
+from tokenyard.group.readmission import READMISSION, check_count, check_lost
 from tokenyard.rows import describe
 
 # Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
@@ -74,104 +74,6 @@ def check_deadline(deadline: object) -> float:
 
 
 Result = TypeVar("Result")
-
-
-class Pending(Generic[Result]):
-    """An operation that was started, and that the first call of `wait` finishes; further calls return its result.
-
-    `check` is called once with the result, before `wait` first returns it, and may raise.
-    """
-
-    def __init__(self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None) -> None:
-        self._finish: Callable[[], Result] | None = finish
-        self._check = check
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-
-    def wait(self) -> Result:
-        """Wait until the operation is done; return its result, or raise its error."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._result = finish()
-        elif self._error is not None:
-            raise self._error
-        result: Result = self._result  # type: ignore[assignment]  # `cast` is a call, and every call of a layer waits
-        if self._check is not None:
-            check, self._check = self._check, None
-            check(result)
-        return result
-
-    def settle(self) -> None:
-        """Wait until the operation is done, before another one starts. An error is raised here, and again by `wait`."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            try:
-                self._result = finish()
-            except BaseException as error:
-                self._error = error
-                raise
-
-    @property
-    def result(self) -> Result | None:
-        """The result; None if the operation was not waited for yet, or has failed."""
-        return self._result
-
-
-class Background(Pending[Result]):
-    """A job in a thread of its own, which the owner of this object starts. `wait` returns its result, or raises.
-
-    The job sees the context variables of the thread that makes this object, and the same settings of torch that are
-    kept for each thread: gradients, inference mode, autocast, and the number of intra-op threads.
-    """
-
-    thread: threading.Thread
-
-    def __init__(self, job: Callable[[], Result], *, name: str) -> None:
-        found: list[Result] = []
-        errors: list[BaseException] = []
-        settings, own_process = _torch_settings(), OwnProcess(f"the thread {name!r}")
-
-        def run() -> None:
-            try:
-                with settings():
-                    found.append(job())
-            except BaseException as error:  # `wait` raises it, in the thread that calls it
-                errors.append(error)
-
-        def finish() -> Result:
-            own_process.check()  # a forked process has a copy of this object, but not the thread
-            self.thread.join()
-            if errors:
-                raise errors.pop()
-            return found.pop()
-
-        self.thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
-        super().__init__(finish)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job's thread has ended, so that `wait` returns at once."""
-        return not self.thread.is_alive()
-
-
-def _torch_settings() -> Callable[[], AbstractContextManager[None]]:
-    """The settings of torch in this thread, as a context manager that makes the same settings in another thread."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    cached = torch.is_autocast_cache_enabled()
-    cores = torch.get_num_threads()
-
-    @contextmanager
-    def entered() -> Iterator[None]:
-        torch.set_num_threads(cores)
-        with (
-            torch.inference_mode(inference),
-            torch.set_grad_enabled(grad),
-            torch.autocast("cpu", dtype, autocast, cached),
-        ):
-            yield
-
-    return entered
 
 
 class Disagreement(GroupError):
@@ -336,7 +238,7 @@ class Group(ABC):
         purpose: str = "",
         check: Callable[[], None] | None = None,
     ) -> Group:
-        """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for.
+        """A group of some of these ranks. Collective over *those* ranks only; no other rank is waited for.
 
         All ranks make the subgroups of one `purpose` in the same order; those of another purpose may be made at the
         same time. While processes over gloo wait for each other in this call, `check` is called repeatedly, in another
@@ -348,27 +250,34 @@ class Group(ABC):
     def address(self) -> str:
         """The address with which a fresh rank joins this group, in place of a lost rank or behind all: see `rejoin`."""
 
-    @abstractmethod
-    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> Group:
+    @in_own_process
+    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> Self:
         """A new group of the same size: the ranks that are left, and fresh ranks in place of the lost ones.
 
         Collective over the ranks that are left, and over the fresh ranks' `rejoin`. If these have not come after
         `seconds`, `PeerLost` names the missing ones, and nothing has changed.
         """
+        return self._fill(check_lost(lost, self.rank, self.size), seconds)
 
-    @abstractmethod
+    @in_own_process
     def admit(
         self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
-    ) -> Group:
+    ) -> Self:
         """A new group of these ranks and `count` fresh ones behind them. Collective, with the fresh ranks' `rejoin`.
 
         The first fresh rank calls `rejoin(group.address, rank=group.size)`. If they have not come after `seconds`,
         `PeerLost` names the missing ones, and nothing has changed. Meanwhile `check` is called as in `subgroup`.
         """
+        check_count(count, self.rank)
+        return self._fill(range(self.size, self.size + count), seconds, check)
+
+    @abstractmethod
+    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None) -> Self:
+        """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
 
     @abstractmethod
     def decide(self, question: str, answer: str) -> str:
-        """Give an answer to a question, unless a rank has given one before; return the first answer, which stands.
+        """Give an answer to a question, unless a rank has given one before; return the first answer, which is final.
 
         It is the same for all ranks, admitted ones included. The call waits for no other rank, and works after a loss:
         the answer is kept where the ranks of this group find each other, such as in the store of torch.distributed.

@@ -10,16 +10,13 @@ This module deals with the pitfalls of torch.distributed:
 - gloo reports only "Timed out" (or "Connection closed by peer", when a process died). It does not say which rank is
   lost, and not all ranks get the error. The ranks therefore find out together who is lost (`failure_detector`).
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
-- torch 2.13 renames `_allgather_base`; it is called here only.
 - NCCL refuses two ranks on one GPU, and gloo takes no GPU's bytes: between ranks on GPUs, gloo's bytes pass through
   the CPU's memory.
 """
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,12 +38,9 @@ from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process, keep_in_children
 from tokenyard.group.readmission import (
     PHASE,
-    READMISSION,
     Invitation,
     RejoinStore,
     address_of,
-    check_count,
-    check_lost,
     group_key_of,
     invited_at,
     meet,
@@ -55,6 +49,7 @@ from tokenyard.group.readmission import (
 )
 from tokenyard.group.shared_memory import share_between_processes
 from tokenyard.group.symmetric_memory import share_between_gpus
+from tokenyard.group.torch_groups import exchange, gather, next_use, store_of
 
 # Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
 FINDING_EACH_OTHER = 30.0
@@ -66,7 +61,7 @@ class DistributedGroup(Group):
     """A process group of torch.distributed, as tokenyard uses it. Without `process_group`, it is the default group.
 
     `device` is where this rank's rows live. Left out, it is the current GPU under NCCL, and the CPU under gloo.
-    `deadline` is the seconds that any single wait may take; `name` stands in errors.
+    `deadline` is the seconds that any single wait may take; errors call it by its `name`.
     """
 
     # Whether the process group was made by torch, for ranks of its world; else tokenyard made it without torch's world.
@@ -95,11 +90,11 @@ class DistributedGroup(Group):
         on_gpu = "nccl" in dist.get_backend(resolved)
         # The device on which the backend expects the bytes of a collective.
         self._carrier = resolve_device("cuda") if on_gpu else torch.device("cpu")
-        use = _next_use(resolved)
+        use = next_use(resolved)
         group_key = group_key_of(name, dist.get_process_group_ranks(resolved), use)
-        rejoin_store = RejoinStore(underlying(_store_of(resolved)), group_key)
+        rejoin_store = RejoinStore(underlying(store_of(resolved)), group_key)
         self._detector = FailureDetector(
-            _store_of(resolved), use, resolved.rank(), resolved.size(), this_host()
+            store_of(resolved), use, resolved.rank(), resolved.size(), this_host()
         )
         self._set_up(
             resolved, rejoin_store, resolve_device(device or ("cuda" if on_gpu else "cpu")), name, deadline
@@ -191,7 +186,7 @@ class DistributedGroup(Group):
     def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
         mine = self._check_bytes(mine, 1).to(self._carrier)
         gathered = mine.new_empty(self.size * mine.numel())
-        wait = self._start(_gather, gathered, mine, phase=phase)
+        wait = self._start(gather, gathered, mine, phase=phase)
 
         def finish() -> Tensor:
             wait()
@@ -211,7 +206,7 @@ class DistributedGroup(Group):
         padded = torch.empty(most, width, dtype=torch.uint8, device=self._carrier)
         padded[: counts[self.rank]] = mine
         gathered = padded.new_empty(self.size * most, width)
-        wait = self._start(_gather, gathered, padded, phase=phase)
+        wait = self._start(gather, gathered, padded, phase=phase)
 
         def finish() -> Tensor:
             wait()
@@ -227,7 +222,7 @@ class DistributedGroup(Group):
         received = rows.new_empty(sum(receive), rows.shape[1])
         if rows.shape[1] == 0:
             return Pending(lambda: received.to(self.device))
-        wait = self._start(_exchange, received, rows, list(receive), list(send), phase=phase)
+        wait = self._start(exchange, received, rows, list(receive), list(send), phase=phase)
 
         def finish() -> Tensor:
             wait()
@@ -245,7 +240,7 @@ class DistributedGroup(Group):
         receive = [most] * self.size
         receive[self.rank] = send[self.rank]  # gloo copies this rank's own message: lengths must be equal
         *starts, end = accumulate(receive, initial=0)
-        wait = self._start(_exchange, room[:end], content, receive, list(send), phase=phase)
+        wait = self._start(exchange, room[:end], content, receive, list(send), phase=phase)
 
         def finish() -> list[int]:
             wait()
@@ -456,17 +451,6 @@ class DistributedGroup(Group):
         return address_of(self._rejoin_store.store, self._rejoin_store.group_key)
 
     @in_own_process
-    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
-        return self._fill(check_lost(lost, self.rank, self.size), seconds)
-
-    @in_own_process
-    def admit(
-        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
-    ) -> DistributedGroup:
-        check_count(count, self.rank)
-        return self._fill(range(self.size, self.size + count), seconds, check)
-
-    @in_own_process
     def decide(self, question: str, answer: str) -> str:
         key = self._key_of(question)
         return str(self._ask_store(lambda store: store.compare_set(key, "", answer).decode()))
@@ -491,7 +475,6 @@ class DistributedGroup(Group):
     def _fill(
         self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
     ) -> DistributedGroup:
-        """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
@@ -535,35 +518,6 @@ def rejoin_processes(
     )
 
 
-def _gather(process_group: Any, timeout: timedelta | None, gathered: Tensor, mine: Tensor) -> Any:
-    """Start an all-gather of equal parts; return torch's work object."""
-    renamed = hasattr(process_group, "all_gather_single")
-    start = process_group.all_gather_single if renamed else process_group._allgather_base
-    return start(gathered, mine, _options("AllgatherOptions", timeout))
-
-
-def _exchange(
-    process_group: Any,
-    timeout: timedelta | None,
-    received: Tensor,
-    rows: Tensor,
-    receive: list[int],
-    send: list[int],
-) -> Any:
-    """Start an all-to-all, with `send[w]` rows to rank w and `receive[w]` from it; return torch's work object."""
-    options = _options("AllToAllOptions", timeout)
-    return process_group.alltoall_base(received, rows, receive, send, options)
-
-
-def _options(kind: str, timeout: timedelta | None) -> Any:
-    """The options of an asynchronous collective. With a timeout of None, that of the process group applies."""
-    options = getattr(dist.distributed_c10d, kind)()
-    options.asyncOp = True
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
 def _lost_store(name: str, why: str, rank: int) -> GroupError:
     return GroupError(
         f"the ranks of group {name!r} cannot find each other: {why}",
@@ -571,28 +525,3 @@ def _lost_store(name: str, why: str, rank: int) -> GroupError:
         fix="go on with the ranks that still reach the store's host, and start the others anew",
         rank=rank,
     )
-
-
-# How many `DistributedGroup`s were made of each process group.
-_uses: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _next_use(process_group: dist.ProcessGroup) -> str:
-    """A name that tells this group from other groups of the same process group, or of the same ranks.
-
-    It is the same on all ranks, which make their groups in one order. It is empty for the first group of torch's world,
-    which a fresh process must be able to find.
-    """
-    _uses[process_group] = number = _uses.get(process_group, 0) + 1
-    made_by_torch = "" if process_group is dist.group.WORLD else f"group {process_group.group_name}"
-    return "/".join(filter(None, [made_by_torch, f"use {number}" if number > 1 else ""]))
-
-
-def _store_of(process_group: dist.ProcessGroup) -> Any:
-    """The store through which the processes of a group found each other."""
-    return dist.distributed_c10d._world.pg_map[process_group][1]
-
-
-def loopback_interface() -> str | None:
-    """The name of the loopback interface, which local ranks talk over."""
-    return next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)

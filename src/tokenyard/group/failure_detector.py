@@ -9,7 +9,7 @@ group was made with. The others look there while they wait, and answer. Lost are
    its rank came, and when it was not awake (`attendance`). All ranks have a second to answer; if none was late,
 3. ranks that have not answered within that second.
 
-The first verdict in the store stands. Every rank raises the same error, and a stopped rank that wakes up reads there
+The first verdict in the store is final. Every rank raises the same error, and a stopped rank that wakes up reads there
 that it was given up. A rank that computes for long while another one dies is not blamed, if a rank on the host of the
 dead one waits. The store may be lost, too, with its host: a question to it takes two seconds at most, and without an
 answer it is not known who is lost.
@@ -54,7 +54,7 @@ _ABSENT = "absent"
 def within(
     seconds: float, question: Callable[[], Answer], *, look: Callable[[], None] = lambda: None
 ) -> Answer:
-    """The result of a question to a store; `TimeoutError` if it has not answered after so many seconds.
+    """The result of a question to a store; `TimeoutError` if it has not answered after this time.
 
     The client of a store waits without limit, even if the link is cut. Therefore a thread asks the question, and is
     abandoned if no answer comes. Meanwhile `look` is called repeatedly, and may raise. Time in which this process was
@@ -142,7 +142,7 @@ class FailureDetector:
         """
         self.attendance.look(waits=True)
         until, self._again = time.monotonic() + ANSWERING, 0.0
-        told: dict[int, Evidence] = {}
+        by_rank: dict[int, Evidence] = {}
         mine = self.attendance.evidence(
             phase=phase, waited=waited, deadline=deadline, number=number, missing=missing
         )
@@ -154,24 +154,24 @@ class FailureDetector:
             verdict = self._verdict()
             if verdict is not None:
                 return verdict
-            is_first = not told
-            gone, (silent, foreign) = self.gone(), self._silent(told)
+            is_first = not by_rank
+            gone, (silent, foreign) = self.gone(), self._silent(by_rank)
             # When evidence by another clock was given is known only to a rank that saw it come.
             at_once = at_once and not (is_first and foreign)
             if gone:
                 self._judge(self.causes(gone))
             elif time.monotonic() > until and silent:
                 # Where there is proof against ranks that answer, the silent ones may only compute, or wait elsewhere.
-                self._judge(self.causes(surely_late(told) or only_stopped(told) or silent))
+                self._judge(self.causes(surely_late(by_rank) or only_stopped(by_rank) or silent))
             elif not silent and (at_once or time.monotonic() > until):
-                missed = {rank for one in told.values() for rank in one.missing}
-                phases = {rank: one.phase for rank, one in told.items()}
-                self._judge(late(told) or sorted(missed), _different_phases(phases))
+                missed = {rank for one in by_rank.values() for rank in one.missing}
+                phases = {rank: one.phase for rank, one in by_rank.items()}
+                self._judge(late(by_rank) or sorted(missed), _different_phases(phases))
             time.sleep(_PAUSE)
         return []
 
     def settle(self, lost: Sequence[int]) -> list[int]:
-        """Say which ranks are lost, unless the verdict was said before; return the one that stands."""
+        """Say which ranks are lost, unless there is a verdict already; return the final one."""
         self._set("yes", "called")
         self._judge(lost)
         return self._verdict() or list(lost)
@@ -248,16 +248,16 @@ class FailureDetector:
         verdict = json.dumps({"lost": list(lost), "detail": detail})
         self._ask(lambda: self._store.compare_set(self._key("verdict"), "", verdict))
 
-    def _silent(self, told: dict[int, Evidence]) -> tuple[list[int], bool]:
-        """The ranks that have not answered yet, and whether a new answer is by another clock: it is added to `told`."""
+    def _silent(self, by_rank: dict[int, Evidence]) -> tuple[list[int], bool]:
+        """Add new answers to `by_rank`. Returns the ranks without one, and whether a new one is by another clock."""
         foreign = False
         for rank in range(self._size):
-            if rank not in told and (answer := self._ask(partial(self._get, "here", rank))):
+            if rank not in by_rank and (answer := self._ask(partial(self._get, "here", rank))):
                 evidence = Evidence.decode(answer)
                 if evidence.clock != this_clock():
                     evidence, foreign = evidence.later(time.monotonic() - evidence.now), True
-                told[rank] = evidence
-        return [rank for rank in range(self._size) if rank not in told], foreign
+                by_rank[rank] = evidence
+        return [rank for rank in range(self._size) if rank not in by_rank], foreign
 
     def _get(self, *parts: object) -> bytes | None:
         return _value(self._store, self._key(*parts))

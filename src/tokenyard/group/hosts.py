@@ -1,4 +1,4 @@
-"""Hosts: which ranks can share memory, and ranks of one machine that stand for ranks on several hosts."""
+"""Hosts: which ranks can share memory, and ranks of one machine that play ranks on several hosts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def this_host() -> str:
     It holds the machine's boot id and the PID namespace. Two containers of one machine are two hosts, because neither
     sees the processes of the other.
     """
-    told = os.environ.get(HOST_VARIABLE)
-    further = f"/{told}" if told else ""
+    given = os.environ.get(HOST_VARIABLE)
+    further = f"/{given}" if given else ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             machine = file.read().strip()
@@ -67,3 +67,8 @@ def hosts_of_ranks(hosts: int | Sequence[int], world: int) -> list[int]:
             fix="pass hosts=2, say, or leave it out, for one host",
         )
     return [host for host, count in enumerate(ranks) for _ in range(count)]
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, which local ranks talk over."""
+    return next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)

@@ -27,7 +27,7 @@ from tokenyard.group.base import DEFAULT_DEADLINE, check_deadline
 from tokenyard.group.devices import MOST_THREADS_ON_CUDA, devices_of_ranks, rank_on
 from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.own_process import OwnProcess, end_forked_child
-from tokenyard.group.process_ranks import first_error, launch_processes
+from tokenyard.group.process_ranks import ProcessLaunch, first_error, launch_processes, pickled_job
 from tokenyard.group.threads import ThreadGroup, thread_groups
 
 Result = TypeVar("Result")
@@ -99,8 +99,14 @@ def launch(
     if ranks == "threads":
         return _launch_threads(world, fn, args, device, deadline, intra_op, hosts)
     if ranks == "processes":
-        devices = devices_of_ranks(device, world)
-        return launch_processes(fn, args, devices, deadline, intra_op, replacements, host_of_rank)
+        launched = ProcessLaunch(
+            devices=devices_of_ranks(device, world),
+            job=pickled_job(fn, args),
+            host_of_rank=host_of_rank,
+            deadline=deadline,
+            intra_op=intra_op,
+        )
+        return launch_processes(launched, replacements)
     raise InputError(f"ranks is {ranks!r}", expected="'threads' or 'processes'", fix="choose one of them")
 
 

@@ -1,6 +1,6 @@
 """The process that a plan, a group and their layers belong to: the one that made them.
 
-A process that is forked from it gets a copy of all of them, and of everything that they stand on: the connections to
+A process that is forked from it gets a copy of all of them, and of everything that they use: the connections to
 the other ranks, the memory that is shared with them, locks that other threads hold. It gets none of the threads. A call
 in that process would write in the name of its parent. Many libraries fork, such as the workers of a `DataLoader`.
 
@@ -33,7 +33,7 @@ _kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class OwnProcess:
-    """Remembers the process in which it is made, and tells whether a call is made in a process forked from it.
+    """Remembers the process in which it is made, and finds out whether a call is made in a process forked from it.
 
     >>> OwnProcess("the plan").check()
     """
@@ -118,7 +118,7 @@ def _after_fork_in_child() -> None:
     global _forks  # noqa: PLW0603
     _forks += 1
     for kept in list(_kept.values()):
-        # A reference that nobody gives back. One that Python knew would be given back when the interpreter ends.
+        # A reference that is never given back. One that Python knew would be given back when the interpreter ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 

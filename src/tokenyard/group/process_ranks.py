@@ -16,9 +16,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,12 @@ import torch.distributed as dist
 from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError, shown
 from tokenyard.group.base import Group
 from tokenyard.group.devices import let_ranks_share_a_gpu, prepare_process, why_none_may_start
-from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
+from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup
 from tokenyard.group.forkserver import start_forkserver
-from tokenyard.group.hosts import HOST_VARIABLE, check_processes
+from tokenyard.group.hosts import HOST_VARIABLE, check_processes, loopback_interface
 from tokenyard.group.own_process import OwnProcess, end_forked_child
 from tokenyard.group.readmission import READMISSION, TCPStore, address_of, group_key_of
 from tokenyard.group.rejoining import rejoin
-
-Result = TypeVar("Result")
 
 # Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
 _GRACE = 2.0
@@ -41,21 +40,23 @@ _GRACE = 2.0
 _LOOK = 0.5
 
 
-def launch_processes(
-    fn: Callable[..., Result],
-    args: tuple[Any, ...],
-    devices: list[torch.device],
-    deadline: float,
-    intra_op: int,
-    replacements: int,
-    host_of_rank: list[int],
-) -> list[Result]:
-    check_processes()
-    job = _job(fn, args)
-    store = _meeting_store(deadline)
-    processes = _Processes(devices, store, deadline, intra_op, job, host_of_rank)
+@dataclass(frozen=True, kw_only=True)
+class ProcessLaunch:
+    """What the processes of one launch have in common. It is sent to each of them."""
+
+    devices: list[torch.device]  # by rank
+    job: bytes  # the function of the ranks and its arguments, pickled
+    host_of_rank: list[int]
+    deadline: float
+    intra_op: int  # threads that an operation of torch uses on a rank
+
+
+def launch_processes(launched: ProcessLaunch, replacements: int) -> list[Any]:
+    """Run the job of a launch on all its ranks; return the results. `replacements` processes may be started anew."""
+    store = _meeting_store(launched.deadline)
+    processes = _Processes(launched, store)
     try:
-        for rank in range(len(devices)):
+        for rank in range(len(launched.devices)):
             processes.start(rank)
         return processes.collect(replacements)
     except (KeyboardInterrupt, SystemExit):  # the caller was interrupted
@@ -66,8 +67,9 @@ def launch_processes(
         del store  # or the traceback of an error would keep its sockets open
 
 
-def _job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The function of the ranks and its arguments, pickled."""
+def pickled_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The function of the ranks and its arguments, pickled. Raises if ranks cannot be processes."""
+    check_processes()
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None and getattr(fn, "__module__", None) == "__main__":
@@ -124,38 +126,20 @@ def _meeting_store(deadline: float) -> Any:
 class _Processes:
     """The processes of a launch's ranks, and the pipes over which they report."""
 
-    def __init__(
-        self,
-        devices: list[torch.device],
-        store: Any,
-        deadline: float,
-        intra_op: int,
-        job: bytes,
-        host_of_rank: list[int],
-    ) -> None:
+    def __init__(self, launched: ProcessLaunch, store: Any) -> None:
         self._context = start_forkserver()
-        self._devices, self._store, self._deadline = devices, store, deadline
-        self._intra_op, self._job, self._host_of_rank = intra_op, job, host_of_rank
+        self._launched, self._store = launched, store
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
 
     def start(self, rank: int, *, fresh: bool = False) -> None:
         """Start a rank; a fresh one takes the place of one that was lost."""
         parent, child = self._context.Pipe()
-        group_key = group_key_of("world", range(len(self._devices)))
+        group_key = group_key_of("world", range(len(self._launched.devices)))
+        rejoins = address_of(self._store, group_key) if fresh else None
         process = self._context.Process(
             target=_rank_main,
-            args=(
-                rank,
-                self._devices,
-                self._store.port,
-                address_of(self._store, group_key) if fresh else None,
-                self._deadline,
-                self._intra_op,
-                child,
-                self._job,
-                self._environment(rank),
-            ),
+            args=(rank, self._launched, self._environment(rank), self._store.port, rejoins, child),
             name=f"rank {rank}",
             daemon=True,
         )
@@ -165,8 +149,8 @@ class _Processes:
 
     def _environment(self, rank: int) -> dict[str, str]:
         """The environment of a rank's process: with the name of its host, if the ranks act as several hosts."""
-        several = len(set(self._host_of_rank)) > 1
-        return {**os.environ, **({HOST_VARIABLE: f"host {self._host_of_rank[rank]}"} if several else {})}
+        hosts = self._launched.host_of_rank
+        return {**os.environ, **({HOST_VARIABLE: f"host {hosts[rank]}"} if len(set(hosts)) > 1 else {})}
 
     def collect(self, replacements: int) -> list[Any]:
         """Wait for every rank's report and return the results. After the first error, wait at most for the deadline."""
@@ -197,11 +181,11 @@ class _Processes:
                     if report:
                         value.add_note(f"Traceback on rank {rank}:\n{report}")
                     errors.append((rank, value))
-                    until = until or time.monotonic() + self._deadline + _GRACE
+                    until = until or time.monotonic() + self._launched.deadline + _GRACE
         if errors:
             rank, error = first_error(errors)
             raise RankError(rank, error) from error
-        return [results[rank] for rank in range(len(self._devices))]
+        return [results[rank] for rank in range(len(self._launched.devices))]
 
     def _replace(self, rank: int) -> None:
         self._connections[rank].close()
@@ -238,16 +222,14 @@ def _end(processes: list[Any]) -> None:
 
 def _rank_main(
     rank: int,
-    devices: list[torch.device],
+    launched: ProcessLaunch,
+    environment: dict[str, str],
     port: int,
     rejoins: str | None,
-    deadline: float,
-    intra_op: int,
     parent: Connection,
-    job: bytes,
-    environment: dict[str, str],
 ) -> None:
-    """The main function of one rank's process."""
+    """The main function of one rank's process. The ranks meet at `port`; a fresh one finds them at `rejoins`."""
+    devices, deadline = launched.devices, launched.deadline
     # The forkserver still has the environment of the first launch.
     os.environ.clear()
     os.environ.update(environment)
@@ -257,7 +239,7 @@ def _rank_main(
     released = threading.Event()
     threading.Thread(target=_watch_parent, args=(parent, released), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its ranks
-    torch.set_num_threads(intra_op)
+    torch.set_num_threads(launched.intra_op)
     if (interface := loopback_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
@@ -266,7 +248,7 @@ def _rank_main(
             if len(set(devices)) < len(devices):
                 let_ranks_share_a_gpu()
             torch.cuda.set_device(devices[rank])
-        fn, args = pickle.loads(job)
+        fn, args = pickle.loads(launched.job)
         if rejoins is None:
             group = _find_each_other(rank, devices, port, deadline)
         else:
@@ -345,8 +327,8 @@ def _picklable(error: BaseException) -> BaseException:
 
 def _where_raised(error: BaseException) -> str:
     """The traceback of an error without its last lines, the message: the error itself is sent, too."""
-    told = traceback.TracebackException.from_exception(error)
-    return "".join(told.format()).removesuffix("".join(told.format_exception_only())).rstrip()
+    report = traceback.TracebackException.from_exception(error)
+    return "".join(report.format()).removesuffix("".join(report.format_exception_only())).rstrip()
 
 
 def _watch_parent(parent: Connection, released: threading.Event) -> None:

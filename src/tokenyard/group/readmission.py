@@ -9,8 +9,8 @@ The new group has the size, the ranks and the deadline of the old one.
 Of the old group only the store is used again. Its connections are in an unknown state, and a rank that was taken for
 dead might still write into its memory.
 
-Every wait is bounded. If nobody comes, the ranks that are left raise an error that names the missing ranks, withdraw
-the invitations, and go on as before.
+Every wait is bounded. If no fresh rank comes, the ranks that are left raise an error that names the missing ranks,
+withdraw the invitations, and go on as before.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def meet(
     """Make a gloo process group of the ranks that come to this meeting in the store, without torch's world group.
 
     All ranks must come within `seconds`, and then connect within `connecting` seconds. A rank that is known to have
-    ended is an error at once: `gone` tells that before all have come, and afterwards the `detector` of the new group.
-    `causes` tells, of ranks that have not come, which ones are the cause: others may have given them up in another
+    ended is an error at once: `gone` says so before all have come, and afterwards the `detector` of the new group.
+    `causes` says which ones, of ranks that have not come, are the cause: others may have given them up in another
     group, and then never come. `check` is called meanwhile, and may raise to end the wait of this rank. `timeout` is
     that of gloo.
 
@@ -228,7 +228,7 @@ def written_to_meet(meeting: str, rank: int) -> list[str]:
 
 
 def name_again(name: str, times: int) -> str:
-    """The name of a group whose lost ranks were replaced so many times. It stays short, however often that happens.
+    """The name of a group whose lost ranks were replaced a number of times. It stays short, however often that happens.
 
     >>> name_again("world", 1), name_again("world/again-9", 1), name_again("world/again-9/0-2", 1)
     ('world/again-1', 'world/again-10', 'world/again-9/0-2/again-1')

@@ -1,7 +1,7 @@
 """Memory that the processes of one host share: anonymous files, which have no name and need no cleanup.
 
 Each rank makes a memfd (an anonymous file in memory), allocates its pages (`posix_fallocate`: if memory is short, this
-is an error now, and not a SIGBUS later), and tells the others its process and descriptor. They open it through
+is an error now, and not a SIGBUS later), and sends the others its process and descriptor. They open it through
 `/proc/<pid>/fd/<fd>`, which the kernel grants to the same user only, and map it. Then every descriptor is closed:
 the memory lives as long as a mapping does, and is freed even after `kill -9`. It has no name in /dev/shm that another
 process could take first, and no limit of /dev/shm applies.

@@ -139,19 +139,19 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 def _check_devices(group: Group) -> str:
     """A random token that is the same on all ranks; all raise if two share a GPU and torch does not allow it."""
-    told = os.environ.get(OVERLAPPING_DEVICES) == "1"
-    place = [os.uname().nodename, group.device.index, told, secrets.token_hex(8)]
+    allowed = os.environ.get(OVERLAPPING_DEVICES) == "1"
+    place = [os.uname().nodename, group.device.index, allowed, secrets.token_hex(8)]
     places = group.gather_json(place, phase=_PHASE)
     ranks_on: dict[tuple[str, int], list[int]] = {}
     for rank, (host, index, *_) in enumerate(places):
         ranks_on.setdefault((host, index), []).append(rank)
     shared = next((item for item in ranks_on.items() if len(item[1]) > 1), None)
-    untold = [rank for rank, (_, _, told, _) in enumerate(places) if not told]
-    if shared and untold:
+    refusing = [rank for rank, (_, _, allowed, _) in enumerate(places) if not allowed]
+    if shared and refusing:
         (host, index), ranks = shared
         raise GroupError(
             f"ranks {', '.join(map(str, ranks))} are on cuda:{index} of {host}, and {OVERLAPPING_DEVICES} is not 1 "
-            f"on rank {untold[0]}",
+            f"on rank {refusing[0]}",
             expected=f"a GPU for each rank, or {OVERLAPPING_DEVICES}=1 on every rank",
             fix="set it before the ranks start (tokenyard.launch does), or give each rank its own GPU",
             rank=group.rank,

@@ -36,9 +36,6 @@ from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process
 from tokenyard.group.readmission import (
     PHASE,
-    READMISSION,
-    check_count,
-    check_lost,
     name_again,
     nobody_invited,
 )
@@ -77,7 +74,7 @@ class _MeetingPoint:
     def __init__(
         self, hosts: Sequence[str], before: _MeetingPoint | None = None, fresh: Sequence[int] = ()
     ) -> None:
-        self.hosts = tuple(hosts)  # by rank: the name of the host that it stands on
+        self.hosts = tuple(hosts)  # by rank: the name of the host that it runs on
         self.size = size = len(self.hosts)
         self.lock = threading.Lock()
         # By rank: how often it was replaced. A rank that leaves one group also leaves all groups of its chain of
@@ -376,17 +373,6 @@ class ThreadGroup(Group):
         return self._invitations.address
 
     @in_own_process
-    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
-        return self._fill(check_lost(lost, self.rank, self.size), seconds)
-
-    @in_own_process
-    def admit(
-        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
-    ) -> ThreadGroup:
-        check_count(count, self.rank)
-        return self._fill(range(self.size, self.size + count), seconds)
-
-    @in_own_process
     def decide(self, question: str, answer: str) -> str:
         decided = self._meeting_point.successors.decided
         return decided.setdefault(question, answer)  # atomic
@@ -395,8 +381,9 @@ class ThreadGroup(Group):
     def decided(self, question: str) -> str | None:
         return self._meeting_point.successors.decided.get(question)
 
-    def _fill(self, empty: Sequence[int], seconds: float) -> ThreadGroup:
-        """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
+    def _fill(
+        self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
+    ) -> ThreadGroup:
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
         parent, invitations = self._meeting_point, self._invitations
@@ -465,7 +452,7 @@ def thread_groups(
     """The ranks of one group of threads, one `ThreadGroup` for each thread to use.
 
     `device` is where their rows live: the CPU, or a GPU that all of them share. There, each thread makes its calls
-    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads stand for, as in `launch`.
+    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads act as, as in `launch`.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as pool:

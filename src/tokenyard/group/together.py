@@ -25,17 +25,19 @@ def make_together(
     `note` makes a JSON value of the result, for the other ranks. These are waited for at least `seconds`.
     """
     made: Made
-    told: Any = None
+    mine: Any = None
     error: Exception | None = None
     try:
         made = make()
-        told = note(made)
+        mine = note(made)
     except Exception as raised:
         error = raised.at(layer=layer, rank=group.rank) if isinstance(raised, TokenyardError) else raised
     report = {
         "error": None if error is None else f"{type(error).__name__}: {error}",
-        "told": isinstance(error, PeerFailed),  # the error was caused by another rank, in a smaller group
-        "note": told,
+        "caused_by_peer": isinstance(
+            error, PeerFailed
+        ),  # the error was caused by another rank, in a smaller group
+        "note": mine,
     }
     with group.patience(seconds):
         by_rank = group.gather_json(report, phase=what)
@@ -43,6 +45,6 @@ def make_together(
         raise error
     if failed := [rank for rank, other in enumerate(by_rank) if other["error"] is not None]:
         # Prefer a rank that failed by itself to one that raised because of another rank.
-        first = min(failed, key=lambda rank: bool(by_rank[rank]["told"]))
+        first = min(failed, key=lambda rank: bool(by_rank[rank]["caused_by_peer"]))
         raise PeerFailed(first, by_rank[first]["error"], phase=what, layer=layer, rank=group.rank)
     return made, [other["note"] for other in by_rank]

@@ -63,7 +63,7 @@ def layers_from_config(
     `weights` is the format that holds the experts' weights; by default the plain one of the model's dtype.
     `inner` is how numbers are held between an expert's two products; by default as `quantization_config` says for such
     weights (`activation_scheme` "dynamic": quantized), else exactly.
-    `prefix` stands before a layer's number in its name. The other arguments are fields of `LayerSpec`.
+    `prefix` precedes a layer's number in its name. The other arguments are fields of `LayerSpec`.
 
     >>> layers = layers_from_config({"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
     ...     "num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2}, wire="mxfp8")

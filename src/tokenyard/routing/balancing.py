@@ -7,7 +7,8 @@ experts that it holds. A call takes as long as its busiest rank: `imbalance` is 
 `balance` searches for a placement in these steps:
 
 1. **Copies.** The expert with the largest load per copy gets one copy more, until all copies are given out.
-2. **Packing.** Copies, the heaviest first, go to the least loaded rank that has room and does not hold the expert yet.
+2. **Packing.** Copies, the heaviest first, go to the least loaded rank that has a free slot and does not hold the
+   expert yet.
 3. **Swaps.** The busiest rank moves a copy to another rank, or swaps two, where this lowers the larger of both loads
    most; again and again, until nothing helps.
 4. **Near the present one.** Copies are added to the present placement and dropped from it, until each expert has the

@@ -17,7 +17,7 @@ exactly one of them, by a rule that depends only on the source rank and the toke
 
 Because of n, replicas share the load of all source ranks even if most tokens have the same ids.
 
-A token therefore gets the same replicas whatever other tokens are in its batch, and wherever it stands among
+A token therefore gets the same replicas whatever other tokens are in its batch, and wherever it is among
 them: padding, slicing or reordering a batch changes no result. If an id occurs twice in one row of routes, both
 choices go to the same replica.
 """
@@ -160,7 +160,7 @@ class Placement:
 
     @cached_property
     def lost_experts(self) -> list[int]:
-        """The experts that nobody owns."""
+        """The experts that no rank owns."""
         return sorted(set(range(self.num_experts)).difference(*self.table))
 
     @property

@@ -284,7 +284,7 @@ class BiasedRouter(Router):
 
 @dataclass(frozen=True, eq=False)
 class GroupedSigmoidRouter(BiasedRouter):
-    """DeepSeek-V3: experts stand in groups; the best groups are chosen first, then experts within them.
+    """DeepSeek-V3: experts form groups; the best groups are chosen first, then experts within them.
 
     The score of a group is the sum of its two best biased scores. `num_groups=1` means no grouping.
 

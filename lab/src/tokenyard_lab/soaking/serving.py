@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.cases import Case, oracle_excess, same_numbers
+from tokenyard.conformance.cases import Case, excess, oracle_tolerance, same_numbers
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertWeights
 from tokenyard.experts.weights import WEIGHT_DTYPES
+from tokenyard.formats import QuantizedMatrix
 from tokenyard.layer import MoELayer
 from tokenyard.layer.receiver import run_experts
 from tokenyard.planning.planner import Plan
@@ -70,15 +71,11 @@ class Served:
         if y_TH.dtype != batch.x_TH.dtype or y_TH.shape != batch.x_TH.shape:
             return f"{self._said(batch)}: an output of another dtype or shape than the input"
         if batch.case.data != "special":  # of NaN, and of numbers that saturate, no bound is known
-            over = oracle_excess(
-                wiring,
-                self.weights,
-                batch.x_TH,
-                routes,
-                y_TH,
-                rounds_between=0.0 if wiring.experts.name == BITWISE else _ROUNDED_TO_BF16,
-                rounds_to=WEIGHT_DTYPES.get(wiring.spec.weights, torch.bfloat16),
-            )
+            exact_TH, tolerance_TH, bound = oracle_tolerance(wiring, self.weights, batch.x_TH, routes)
+            if wiring.experts.name != BITWISE:
+                dtype = WEIGHT_DTYPES.get(wiring.spec.weights, torch.bfloat16)
+                tolerance_TH += _ROUNDED_TO_BF16 * bound.absolute_TH + _underflow(self.weights, routes, dtype)
+            over = excess(y_TH, exact_TH, tolerance_TH)
             if not over <= 0:  # NaN is wrong, too
                 return f"{self._said(batch)}: {over:.3g} beyond the bound around the oracle"
         if wiring.experts.name == BITWISE:
@@ -89,6 +86,18 @@ class Served:
 
     def _said(self, batch: Batch) -> str:
         return f"layer {self.name!r}, {batch.case}"
+
+
+def _underflow(weights: ExpertWeights, routes: Routes, dtype: torch.dtype) -> Tensor:
+    """The most error, `[T, 1]`, that a token's result gets from subnormal numbers between the two products."""
+    kind = torch.finfo(dtype)
+    w2 = weights.w2.decode() if isinstance(weights.w2, QuantizedMatrix) else weights.w2
+    largest = float(w2.abs().amax()) if w2.numel() else 0.0
+    half_a_step = kind.smallest_normal * kind.eps / 2
+    each = half_a_step * (w2.shape[-1] * largest + 1)  # all inputs of the second product, and its result
+    weights_TK = routes.topk_weights_TK.double().abs()
+    weights_TK = weights_TK.masked_fill(routes.topk_ids_TK < 0, 0.0)  # unused weights may be NaN
+    return each * weights_TK.sum(dim=1, keepdim=True)
 
 
 def two_in_flight(first: Served, second: Served, batches: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:

@@ -237,7 +237,7 @@ class AgreedExchange:
             raise
 
     def _serve(self, known: Mapping[Manifest | None, ExchangeSpec]) -> None:
-        """Make room for these specs, and load their kernels before any kernel waits for another rank. Collective."""
+        """Serve these specs, and load their kernels before any kernel waits for another rank. Collective."""
         self.exchange.serve(list(known.values()))
         new = {manifest: spec for manifest, spec in known.items() if manifest not in self._warm}
         # A combine with a quantized output keeps the sum in float32.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import HandleError, InputError, PlanBroken
+from tokenyard.exchange import Arrival
 from tokenyard.formats import for_dtype
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.agreed_exchange import AgreedExchange
@@ -27,8 +28,8 @@ from tokenyard.integrations.flashinfer.callers_handles import (
     Metainfo,
     Workspace,
     group_of_communicator,
-    group_of_config,
     moe_a2a_get_workspace_size_per_rank,
+    out_of_turn,
 )
 from tokenyard.integrations.flashinfer.carriers import GatheredStatistics, Mark
 from tokenyard.integrations.flashinfer.manifest import (
@@ -57,7 +58,7 @@ class MoeAlltoAll:
 
     The ranks are those of `group`, or of `mnnvl_config.comm_backend` (vLLM's way). If `mapping` is
     given, its `moe_ep_size` and `moe_ep_rank` must be those of this group. `workspace_size_per_rank` is accepted, but
-    does not limit the workspace, which grows to the size that is needed. With `hidden_size`, room for bf16 results is
+    does not limit the workspace, which grows to the size that is needed. With `hidden_size`, memory for bf16 results is
     reserved from the start.
 
     >>> from tokenyard import launch
@@ -98,7 +99,9 @@ class MoeAlltoAll:
         group: Group | None = None,
     ) -> None:
         self._made_group = group is None
-        self.group = group = group_of_config(mnnvl_config) if group is None else group
+        if group is None:
+            group = group_of_communicator(getattr(mnnvl_config, "comm_backend", None))
+        self.group = group
         self.ep_size, self.ep_rank = group.size, group.rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.eplb_stats_num_experts, self.enable_rank_mask = eplb_stats_num_experts, enable_rank_mask
@@ -321,9 +324,8 @@ class MoeAlltoAll:
 
     def unused_slots(self) -> Tensor:
         """Which slots of the dispatch in flight hold no row: `[ep_size, runtime_max_tokens_per_rank]`."""
-        self._check_dispatched("unused_slots")
-        assert self._exchange.flight is not None
-        used = ~self._exchange.carrier.unused(self._exchange.flight, self._max_tokens)
+        flight = self._check_dispatched("unused_slots")
+        used = ~self._exchange.carrier.unused(flight, self._max_tokens)
         return ~self._active.spread(used)
 
     # -- The way back --------------------------------------------------------------------------------------
@@ -508,12 +510,10 @@ class MoeAlltoAll:
 
     def _check_idle(self, found: str) -> None:
         if self._exchange.flight is not None:
-            raise self._out_of_turn(found, "combine the last dispatch first")
+            raise out_of_turn(found, "combine the last dispatch first", self.ep_rank)
 
-    def _check_dispatched(self, name: str) -> None:
+    def _check_dispatched(self, name: str) -> Arrival:
         self._check_usable()
         if self._exchange.flight is None:
-            raise self._out_of_turn(f"{name} was called before a dispatch", "dispatch first")
-
-    def _out_of_turn(self, found: str, fix: str) -> HandleError:
-        return HandleError(found, expected="dispatch, then combine", fix=fix, rank=self.ep_rank)
+            raise out_of_turn(f"{name} was called before a dispatch", "dispatch first", self.ep_rank)
+        return self._exchange.flight

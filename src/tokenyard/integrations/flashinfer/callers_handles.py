@@ -1,6 +1,6 @@
 """What callers of FlashInfer's interface pass in: their communicator, a workspace, and its metainfo.
 
-The communicator says which ranks form the group. `Workspace` and `Metainfo` stand for FlashInfer's tensors of these
+The communicator says which ranks form the group. `Workspace` and `Metainfo` replace FlashInfer's tensors of these
 names, which callers only pass on. They are not tensors here: our memory is allocated, and grows, when ranks dispatch
 and combine, and is not one tensor of bytes that a caller could slice.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenyard.errors import InputError
+from tokenyard.errors import HandleError, InputError
 from tokenyard.exchange.workspace import REGION_ALIGNMENT, round_up
 from tokenyard.group import DistributedGroup
 from tokenyard.group.base import Group
@@ -66,16 +66,16 @@ def moe_a2a_get_workspace_size_per_rank(
     return sum(round_up(size, REGION_ALIGNMENT) for size in sizes)
 
 
-def group_of_config(mnnvl_config: Any) -> Group:
-    """The group of `mnnvl_config.comm_backend`; raise if there is none."""
-    return group_of_communicator(getattr(mnnvl_config, "comm_backend", None))
+def out_of_turn(found: str, fix: str, rank: int) -> HandleError:
+    """The error of a call that is not the next one of a round trip."""
+    return HandleError(found, expected="dispatch, then combine", fix=fix, rank=rank)
 
 
 def group_of_communicator(comm_backend: Any) -> Group:
     """The ranks of a communicator (FlashInfer's `CommBackend`), as a group. A group comes back as it is.
 
     vLLM's `CustomCommunicator` and FlashInfer's `TorchDistBackend` keep a process group of torch.distributed in
-    `_group`, and None there stands for the default group. Rows are on the current GPU, if there is one.
+    `_group`, and None there means the default group. Rows are on the current GPU, if there is one.
     """
     if isinstance(comm_backend, Group):
         return comm_backend

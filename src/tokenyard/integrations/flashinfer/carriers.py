@@ -23,7 +23,6 @@ from tokenyard.errors import TokenyardError
 from tokenyard.exchange import Arrival, Exchange, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.formats import EncodedRows
 from tokenyard.group.base import Group
-from tokenyard.integrations.flashinfer.manifest import clear_unused
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer
 
@@ -121,10 +120,15 @@ class SharedMemoryCarrier(Carrier):
     def mark_unused(
         self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
-        """Unused slots of the other payloads are filled with zeros."""
+        """Unused slots of the other payloads are filled with zeros, over rows of earlier rounds."""
         for number, slots_SX in enumerate(payloads):
-            value = mark.value if mark is not None and mark.payload == number else None
-            clear_unused(slots_SX, arrival.received.counts_W, max_tokens, value)
+            for source, count in enumerate(arrival.received.counts_W):
+                unused = slots_SX[source * max_tokens + count : (source + 1) * max_tokens]
+                if mark is not None and mark.payload == number:
+                    unused.fill_(mark.value)
+                elif slots_SX.shape[1] > 0:
+                    # As bytes: torch does not fill every dtype that a payload may have.
+                    unused.view(torch.uint8).zero_()
 
     def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
         counts_W1 = torch.tensor(arrival.received.counts_W).unsqueeze(1)

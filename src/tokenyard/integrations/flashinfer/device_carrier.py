@@ -51,9 +51,8 @@ class DeviceCarrier(Carrier):
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         slots = DispatchSlots(spec=spec, region=0, max_tokens=max_tokens)
-        buffer: CombineBuffer = self.transport.workspace.results_at(
-            slots, None
-        )  # results travel back as they are
+        # Results travel back as they are.
+        buffer: CombineBuffer = self.transport.workspace.results_at(slots, None)
         return buffer
 
     def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:

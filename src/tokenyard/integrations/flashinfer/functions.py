@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import HandleError, InputError
+from tokenyard.errors import InputError
 from tokenyard.integrations.flashinfer.all_to_all import MoeAlltoAll
-from tokenyard.integrations.flashinfer.callers_handles import Metainfo, Workspace
+from tokenyard.integrations.flashinfer.callers_handles import Metainfo, Workspace, out_of_turn
 from tokenyard.integrations.flashinfer.manifest import check_backend, check_place
 from tokenyard.integrations.flashinfer.quantized_output import SfLayout
 from tokenyard.rows import describe
 
-# Stands for the offset of results, wherever they are: the only part of a workspace that a caller may ask for.
+# The offset of results, wherever they are: the only part of a workspace that a caller may ask for.
 RESULTS_OFFSET = 0
 
 
@@ -71,7 +71,7 @@ def moe_a2a_dispatch(
     check_backend(backend)
     check_place(workspace.group, ep_size=ep_size, ep_rank=ep_rank)
     if workspace.in_flight is not None:
-        raise _out_of_turn(workspace, "moe_a2a_dispatch was called twice", "call moe_a2a_combine first")
+        raise out_of_turn("moe_a2a_dispatch was called twice", "call moe_a2a_combine first", ep_rank)
     layer = (top_k, num_experts, enable_rank_mask)
     if layer not in metainfo.made:
         metainfo.made[layer] = MoeAlltoAll(
@@ -129,7 +129,8 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     _check_workspace(workspace)
     a2a = workspace.in_flight
     if a2a is None:
-        raise _out_of_turn(workspace, "a payload was asked for before a dispatch", "dispatch first")
+        found, rank = "a payload was asked for before a dispatch", workspace.group.rank
+        raise out_of_turn(found, "dispatch first", rank)
     rows = math.prod(leading_shape)
     hidden_size, rest = divmod(slice_end - slice_start, max(1, rows * dtype.itemsize))
     if slice_start != RESULTS_OFFSET or rest or len(leading_shape) != 2 or leading_shape[0] != a2a.ep_size:
@@ -227,9 +228,5 @@ def _in_flight(
     check_backend(backend)
     check_place(workspace.group, ep_rank=ep_rank)
     if workspace.in_flight is None:
-        raise _out_of_turn(workspace, f"{name} was called before a dispatch", "call moe_a2a_dispatch first")
+        raise out_of_turn(f"{name} was called before a dispatch", "call moe_a2a_dispatch first", ep_rank)
     return workspace.in_flight
-
-
-def _out_of_turn(workspace: Workspace, found: str, fix: str) -> HandleError:
-    return HandleError(found, expected="dispatch, then combine", fix=fix, rank=workspace.group.rank)

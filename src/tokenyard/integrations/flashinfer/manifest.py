@@ -85,19 +85,6 @@ def as_matrix(payload: Tensor) -> Tensor:
     return payload.detach().reshape(payload.shape[0], math.prod(payload.shape[1:]))
 
 
-def clear_unused(slots_SX: Tensor, counts: Sequence[int], max_tokens: int, mark: int | None) -> None:
-    """Fill the slots of a payload that hold no row with zeros, or with `mark`, over rows of earlier rounds."""
-    if slots_SX.shape[1] == 0:
-        return
-    for source, count in enumerate(counts):
-        unused = slots_SX[source * max_tokens + count : (source + 1) * max_tokens]
-        if mark is None:
-            # As bytes: torch does not fill every dtype that a payload may have.
-            unused.view(torch.uint8).zero_()
-        else:
-            unused.fill_(mark)
-
-
 def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> int:
     """Raise unless a value is a whole number in this range."""
     try:

@@ -6,9 +6,9 @@
     uint8            uint8, per 32       mxfp4   [T, H / 2], two a byte       e2m1 · 2^(byte - 127)
     uint8            float8_e4m3fn, 16   nvfp4   [T, H / 2], two a byte       e2m1 · scale / output_scalar_scale
 
-The dtype of `output_scales` tells mxfp4 from nvfp4, as in FlashInfer. The float32 sum is rounded once, to these codes;
-FlashInfer rounds it to the payload's dtype first. The codes are those of `tokenyard.formats`; scales of mxfp4 are found
-by its rule "ceil", as FlashInfer finds them.
+The dtype of `output_scales` distinguishes mxfp4 from nvfp4, as in FlashInfer. The float32 sum is rounded once, to these
+codes; FlashInfer rounds it to the payload's dtype first. The codes are those of `tokenyard.formats`; scales of mxfp4
+are found by its rule "ceil", as FlashInfer finds them.
 
 `use_low_precision` is another thing: each rank's results are cast to e4m3, without scales, before they are summed. They
 travel as bf16, which holds every e4m3 number: the sum is the same, and no byte is saved.

@@ -37,7 +37,7 @@ _one_at_a_time = threading.RLock()
 
 
 class ExpertsLeftOut(nn.Module):
-    """Stands for an experts module that was not built: its shapes and flags, and no memory."""
+    """Takes the place of an experts module that was not built: its shapes and flags, and no memory."""
 
     # Transformers reads this of every module: tensors of a checkpoint with such names are not reported as unexpected.
     _keys_to_ignore_on_load_unexpected = [r"\.experts\."]  # noqa: RUF012

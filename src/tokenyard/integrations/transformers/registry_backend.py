@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tokenyard import experts as experts_room
 from tokenyard.checkpoints.families import counts_experts
 from tokenyard.errors import InputError
-from tokenyard.experts import Experts, ExpertsSpec
+from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts
 from tokenyard.formats import for_dtype
 from tokenyard.integrations.transformers.expert_modules import (
     activation_of,
@@ -59,11 +58,11 @@ def tokenyard_experts(
         )
     with torch.no_grad():
         # Where Transformers itself splits experts between ranks, the first id after the local ones means: not here.
-        nobody = top_k_index == experts.spec.num_local_experts
+        elsewhere = top_k_index == experts.spec.num_local_experts
         received = ReceivedRows(
             rows=for_dtype(x_TH.dtype).encode(x_TH.detach()),
             routes=LocalRoutes(
-                ids_RK=top_k_index.masked_fill(nobody, -1).int(), weights_RK=top_k_weights.float()
+                ids_RK=top_k_index.masked_fill(elsewhere, -1).int(), weights_RK=top_k_weights.float()
             ),
             counts_W=(x_TH.shape[0],),
             may_be_empty=True,
@@ -92,7 +91,7 @@ def _experts(module: nn.Module, top_k: int) -> Experts:
             weights=plain_format(tensors["w13"]),
             dtype=tensors["w13"].dtype,
         )
-        found = experts_room.get("grouped")(spec, weights_of(module), adopt=True), place
+        found = GroupedExperts(spec, weights_of(module), adopt=True), place
         _built[module] = found
     return found[0]
 

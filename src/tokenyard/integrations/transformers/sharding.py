@@ -65,7 +65,7 @@ def shard_experts(
     `inner` is how numbers are held between an expert's two products, by default as the recipe of the checkpoint has it,
     else exactly. A rank brings up to `max_tokens` tokens to one round trip; `generate` and `passes` split larger
     batches. `exchange`, `max_rows` and `placement` are those of a plan. With `spare_experts`, memory for
-    so many further experts of each layer, experts can move between ranks while the model is in use
+    this number of further experts of each layer, experts can move between ranks while the model is in use
     (`sharded.plan.rebalance`, `sharded.plan.autobalance`).
 
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
@@ -102,17 +102,19 @@ def shard_experts(
     (sources, drafted), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
     made = plan_draft(lambda: drafted, group)
     passes = SynchronizedPasses(made, [source.spec.name for source in sources])
-    tell = progress or (lambda done, all_of_them: None)
+    report = progress or (lambda done, all_of_them: None)
 
     def take() -> list[ShardedExperts]:
         if opened is not None:
             fill_shared(model, opened)
         experts = []
         for index, source in enumerate(sources):
-            tell(index, len(sources))
-            experts.append(_sharded(source, made, index, passes))
+            report(index, len(sources))
+            name, device = source.spec.name, group.device
+            # No copy of the weights that are taken outlives this line.
+            experts.append(ShardedExperts(made, name, source.take(device), index=index, passes=passes))
             source.module.replace_by(experts[-1])  # frees the memory of experts that other ranks own
-        tell(len(sources), len(sources))
+        report(len(sources), len(sources))
         return experts
 
     try:
@@ -140,12 +142,6 @@ def load_sharded(
     return shard_experts(model, group, checkpoint=checkpoint, **options)
 
 
-def _sharded(source: ExpertSource, made: Plan, index: int, passes: SynchronizedPasses) -> ShardedExperts:
-    """The experts of one module. No copy of their weights outlives this call."""
-    taken = source.take(made.group.device)
-    return ShardedExperts(made, source.spec.name, taken, index=index, passes=passes)
-
-
 _never_compiled: Callable[[Function], Function] = torch.compiler.disable
 
 
@@ -159,7 +155,7 @@ class ShardedExperts(nn.Module):
         self, made: Plan, name: str, weights: ExpertWeights, *, index: int, passes: SynchronizedPasses
     ) -> None:
         super().__init__()
-        # Nobody else holds these weights. On a GPU they are copied even so: experts leave adopted tensors as they are,
+        # Nothing else holds these weights. On a GPU they are copied even so: experts leave adopted tensors as they are,
         # and bring their own into the order that is fastest there.
         adopt = made.group.device.type == "cpu"
         self.layer = MoELayer(made, name, weights, adopt=adopt)  # the layer that runs the experts

@@ -82,7 +82,7 @@ class SynchronizedPasses:
             yield
         except Exception as error:
             if not isinstance(error, GroupError):  # all ranks raise these already
-                self._tell(error)
+                self._report(error)
             raise
         finally:
             self.meeting = False
@@ -110,31 +110,34 @@ class SynchronizedPasses:
 
     def _meet(self, mine: int) -> int:
         """Gather how many tokens ranks bring; return into how many parts the pass is cut, 0 if all are done."""
-        group = self.plan.group
-        word = torch.tensor([mine], dtype=torch.int64).view(torch.uint8)
-        said = group.all_gather(word.to(group.device), phase="the meeting before a pass")
-        tokens: list[int] = said.cpu().view(torch.int64).flatten().tolist()
+        tokens = self._gather(mine)
         if _FAILED in tokens:
-            self._hear(None)
+            self._gather_errors(None)
         if all(number == _DONE for number in tokens):
             return 0
         return max(1, *(-(-number // self.max_tokens) for number in tokens))
 
-    def _tell(self, error: Exception) -> None:
+    def _gather(self, mine: int) -> list[int]:
+        """The numbers that all ranks bring to a meeting."""
+        group = self.plan.group
+        word = torch.tensor([mine], dtype=torch.int64).view(torch.uint8)
+        gathered = group.all_gather(word.to(group.device), phase="the meeting before a pass")
+        numbers: list[int] = gathered.cpu().view(torch.int64).flatten().tolist()
+        return numbers
+
+    def _report(self, error: Exception) -> None:
         """Report this rank's error to the other ranks, which wait for it in a layer or in a meeting."""
         if self._inside:
             return
-        group = self.plan.group
         if self._next == 0:
-            word = torch.tensor([_FAILED], dtype=torch.int64).view(torch.uint8)
-            group.all_gather(word.to(group.device), phase="the meeting before a pass")
-            self._hear(error)
+            self._gather(_FAILED)
+            self._gather_errors(error)
             return
         exchange_spec = self.plan.wiring(self.layers[self._next]).exchange_spec
         with self.plan.exchange.round_trip(exchange_spec):
             raise error
 
-    def _hear(self, error: Exception | None) -> None:
+    def _gather_errors(self, error: Exception | None) -> None:
         """Gather the errors of all ranks after a failure; raise, unless `error` shows that this rank has one itself."""
         group = self.plan.group
         mine = None if error is None else f"{type(error).__name__}: {error}"

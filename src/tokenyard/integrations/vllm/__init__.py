@@ -8,13 +8,13 @@ Both belong to one layer of a plan, and its wiring says who has which duty. What
 about a duty is compared with the wiring, and a difference raises `ContractError`:
 
     duty             what vLLM says about it
-    QUANTIZE, PAD    `quant_config` and `defer_input_quant`: `prepare` does it, or the experts, or nobody
+    QUANTIZE, PAD    `quant_config` and `defer_input_quant`: `prepare` does it, or the experts, or no part
     WEIGHT           `apply_router_weight_on_input`, and the kind of `weight_and_reduce_impl`
     REDUCE_EXPERTS   the kind of `weight_and_reduce_impl`: done (NoOP), or left to `finalize` (Contiguous, Delegate)
-    REDUCE_RANKS     `output_is_reduced()` is True: the exchange does it, and nobody after it may
+    REDUCE_RANKS     `output_is_reduced()` is True: the exchange does it, and no later part may
 
 Where vLLM is installed, the classes are subclasses of its abstract ones, and hand out its types. Where it is not, they
-stand alone, with types of the same names. `plugin` puts them into an engine: docs/guide/vllm.md.
+have no base classes, and types of the same names. `plugin` puts them into an engine: docs/guide/vllm.md.
 
 The classes are imported when they are asked for. vLLM imports the plugin in every process, and where the plugin is off
 this must not import vLLM's kernels.

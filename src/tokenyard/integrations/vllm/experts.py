@@ -55,7 +55,7 @@ class TokenyardExperts(ExpertsOfVllm):
         check_layer(plan, layer)
         self.plan, self.layer = plan, layer
         super().__init__(moe_config, declared_quantization(self.wiring, quant_config))
-        # Called with an error, to tell the other ranks.
+        # Called with an error, to report it to the other ranks.
         self.on_error: Callable[[Exception], None] | None = None
         self._tables = ExpertTables.of(plan, layer)
         self._built: tuple[object, Experts] | None = None
@@ -116,7 +116,7 @@ class TokenyardExperts(ExpertsOfVllm):
         return bool(moe_parallel_config.tp_size == 1)  # an expert is never split
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Says that results are weighted and summed over the experts of this rank: nobody may do it again."""
+        """Says that results are weighted and summed over the experts of this rank, and must not be again."""
         return Finished()
 
     def moe_problem_size(

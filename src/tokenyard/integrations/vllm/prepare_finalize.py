@@ -52,7 +52,7 @@ class TokenSlices:
         return -(-tokens // self.size)
 
     def bounds(self, tokens: int) -> slice:
-        """The slice of this rank, out of so many tokens."""
+        """The slice of this rank, out of this number of tokens."""
         longest = self.longest(tokens)
         return slice(min(self.rank * longest, tokens), min((self.rank + 1) * longest, tokens))
 

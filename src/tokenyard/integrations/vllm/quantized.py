@@ -294,7 +294,7 @@ class PackedCompressedTensorsConfig(_PackedExperts, CompressedTensorsConfig):
     """vLLM's config of compressed-tensors checkpoints, whose layers may have different schemes."""
 
     def declared(self, layer: Any, prefix: str) -> Mapping[str, Any] | None:
-        if "Linear" in self.target_scheme_map:  # which stands for the linear maps of experts, too
+        if "Linear" in self.target_scheme_map:  # which includes the linear maps of experts
             self.target_scheme_map.setdefault("RoutedExperts", self.target_scheme_map["Linear"])
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name]

@@ -1,4 +1,4 @@
-"""What the environment tells the plugin for vLLM. All variables are declared here; nothing of vLLM is imported."""
+"""The environment variables of the plugin for vLLM. All are declared here; nothing of vLLM is imported."""
 
 from __future__ import annotations
 

@@ -56,15 +56,15 @@ def plan_of_worker(layer: str, asked: Settings) -> Plan:
         _made = WorkerPlan(
             layers=layers, plan=plan(_specs(layers, group, asked), group, exchange=asked.exchange)
         )
-        _tell(_made.plan, asked)
+        _log_plan(_made.plan, asked)
     elif layer not in (spec.name for spec in _made.plan.draft.specs):
         _made.plan.extend(_specs(layers, _made.plan.group, asked, beside=_made.plan))
-        _tell(_made.plan, asked)
+        _log_plan(_made.plan, asked)
     return _made.plan
 
 
 def own_group(deadline: float) -> Group:
-    """The ranks that share experts, with a process group that nobody else uses."""
+    """The ranks that share experts, with a process group of their own."""
     process_group = dist.new_group(
         get_ep_group().ranks, timeout=timedelta(seconds=deadline), use_local_synchronization=True
     )
@@ -110,7 +110,7 @@ def _most_tokens(moe: Any) -> int:
     return most if slices is None else slices.longest(most)
 
 
-def _tell(made: Plan, asked: Settings) -> None:
+def _log_plan(made: Plan, asked: Settings) -> None:
     if made.group.rank == 0:
         _log.info("tokenyard: %s\n%s", asked, made)
 
@@ -121,23 +121,17 @@ def _tell(made: Plan, asked: Settings) -> None:
 def load_kernel(method: Any, layer: Any) -> None:
     """Make the kernel of a layer's method or, if weights are loaded once more, give it the new ones."""
     if method.moe_kernel is None:
-        method.moe_quant_config = method.get_fused_moe_quant_config(layer)
-        method.moe_kernel = kernel_of(layer, method.moe, method.moe_quant_config)
+        config, mover = method.get_fused_moe_quant_config(layer), mover_of(layer, method.moe)
+        experts = TokenyardExperts(
+            mover.plan,
+            layer.layer_name,
+            moe_config=method.moe,
+            quant_config=config,
+            weights=held_weights(layer).read(),
+        )
+        method.moe_quant_config, method.moe_kernel = config, mk.FusedMoEKernel(mover, experts)
     else:
         method.moe_kernel.fused_experts.load(held_weights(layer).read())
-
-
-def kernel_of(layer: Any, moe: Any, quant_config: Any) -> Any:
-    """vLLM's kernel for a layer whose weights are loaded, of our exchange and our experts."""
-    mover = mover_of(layer, moe)
-    experts = TokenyardExperts(
-        mover.plan,
-        layer.layer_name,
-        moe_config=moe,
-        quant_config=quant_config,
-        weights=held_weights(layer).read(),
-    )
-    return mk.FusedMoEKernel(mover, experts)
 
 
 def mover_of(layer: Any, moe: Any) -> TokenyardPrepareAndFinalize:
