@@ -21,7 +21,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tokenyard as ty
+from tokenyard.group import thread_groups
 from tokenyard.group.own_process import OwnProcess
+from tokenyard.layer import PendingBatch
 from tokenyard.layer.micro_batches import overlapped
 
 SPEC = ty.LayerSpec(
@@ -92,7 +94,7 @@ def said(call: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def calls(layer: ty.MoELayer, started: ty.PendingBatch) -> dict[str, Callable[[], Any]]:
+def calls(layer: ty.MoELayer, started: PendingBatch) -> dict[str, Callable[[], Any]]:
     """Every way to use a layer, its plan, its exchange and its group."""
     made, group = layer.plan, layer.plan.group
     exchange, spec = made.exchange, layer.wiring.exchange_spec
@@ -242,7 +244,7 @@ def test_a_forked_process_is_refused_and_its_parent_never_notices(ranks, exchang
 
 
 def test_a_plan_of_one_rank_is_refused_too():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group, in_flight=2)
     assert layer.plan.draft.exchange.name == "local"
     expected = layer(*batch(0))
@@ -325,7 +327,7 @@ class Rows(Dataset):
 
 
 def test_workers_of_a_data_loader():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     expected = layer(*batch(0))
     loaded = DataLoader(Rows(layer, uses=False), num_workers=1, multiprocessing_context="fork")
@@ -336,7 +338,7 @@ def test_workers_of_a_data_loader():
 
 
 def test_programs_that_are_started_change_nothing():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     expected = layer(*batch(0))
     subprocess.run([sys.executable, "-c", ""], check=True)
@@ -345,7 +347,7 @@ def test_programs_that_are_started_change_nothing():
 
 
 def test_a_forked_process_makes_groups_and_plans_of_its_own():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     expected = layer_on(group)(*batch(0)).float().tolist()
 
     def launched() -> Any:

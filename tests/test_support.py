@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from docs.generate import tables
-from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
+from tokenyard import LayerSpec, draft
 from tokenyard.errors import InputError, PlanError
-from tokenyard.experts import ACTIVATIONS
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import ACTIVATIONS, EXPERTS
+from tokenyard.formats import FORMATS
 from tokenyard.lab.support import NO, YES, support_tables
+from tokenyard.routing import SoftmaxRouter
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = tables.marks("support")

@@ -9,13 +9,14 @@ import torch
 import tokenyard as ty
 from tests.faults import survivors
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.routing import Placement
 
 
 class Gone(BaseException):
     """This rank ends here."""
 
 
-TWICE = ty.Placement.replicated(ty.Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
+TWICE = Placement.replicated(Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
 LAYERS = [spec(name, sum="choices", num_experts=6, placement=TWICE) for name in ("first", "second")]
 
 

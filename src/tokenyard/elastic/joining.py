@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenyard.elastic.moving import Carrier, held_by_all
 from tokenyard.elastic.rebalancing import HoldsExperts, Rebalance
@@ -21,9 +21,11 @@ from tokenyard.errors import TokenyardError
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.drafting import Draft, draft_ignoring_env
-from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement
+
+if TYPE_CHECKING:
+    from tokenyard.planning.planner import Plan
 
 # Seconds between two checks whether the other ranks have switched.
 _LOOK = 0.003
@@ -87,7 +89,9 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import torch
-    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, join_plan, plan, rejoin, thread_groups
+    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, plan
+    >>> from tokenyard.elastic import join_plan
+    >>> from tokenyard.group import rejoin, thread_groups
     >>> moe = LayerSpec(name="moe", hidden_size=8, intermediate_size=4, num_experts=4, top_k=1, max_tokens=4)
     >>> def old(group):
     ...     agreed = plan([moe], group, exchange="one_sided")
@@ -106,6 +110,8 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
     ...     [rank.result() for rank in ranks]
     [[0, 1], [3, 2]]
     """
+    from tokenyard.planning.planner import Plan
+
     with group.patience(seconds):
         told = group.gather_json(None, phase="growing")[0]
         tables = told["layers"]
