@@ -18,6 +18,7 @@ from tokenyard.experts import ExpertWeights
 from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats.weights import WEIGHT_FORMATS
 from tokenyard.group import thread_groups
+from tokenyard.planning.planner import state_of
 from tokenyard.routing import Placement
 
 SPEC = ty.LayerSpec(name="moe", hidden_size=128, intermediate_size=128, num_experts=4, top_k=2, max_tokens=8)
@@ -93,7 +94,7 @@ def test_a_compiled_copy_calls_the_copy():
     changed(copied)
     x_TH, routes = batch(0)
     called = torch.ops.tokenyard.moe_layer(
-        x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], copied.key
+        x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], copied.key, False
     )
     assert torch.equal(called, copied(x_TH, routes))
     assert not torch.equal(called, layer(x_TH, routes))
@@ -157,10 +158,10 @@ def test_a_copy_outlives_its_layer():
     (group,) = thread_groups(1)
     layer = layer_on(group)
     expected, made, copied = layer(*batch(0)), layer.plan, copy.deepcopy(layer)
-    assert made.layers["moe"] is layer
+    assert state_of(made).layers["moe"] is layer
     del layer
     gc.collect()
-    assert made.layers["moe"] is copied
+    assert state_of(made).layers["moe"] is copied
     assert torch.equal(copied(*batch(0)), expected)
 
 

@@ -21,10 +21,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tokenyard as ty
+from tokenyard.elastic import take_over
 from tokenyard.group import thread_groups
 from tokenyard.group.own_process import OwnProcess
 from tokenyard.layer import PendingBatch
 from tokenyard.layer.micro_batches import overlapped
+from tokenyard.planning import gather_stats
 
 SPEC = ty.LayerSpec(
     name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=2, max_tokens=8, spare_experts=1
@@ -109,7 +111,7 @@ def calls(layer: ty.MoELayer, started: PendingBatch) -> dict[str, Callable[[], A
         "layer.take_part": layer.take_part,
         "overlapped": lambda: overlapped(layer, x_TH, routes, parts=1),
         "compiled": lambda: torch.ops.tokenyard.moe_layer(
-            x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], layer.key
+            x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], layer.key, False
         ),
         "batch.compute": started.compute,
         "batch.finish": started.finish,
@@ -117,19 +119,18 @@ def calls(layer: ty.MoELayer, started: PendingBatch) -> dict[str, Callable[[], A
         "plan": lambda: ty.plan([SPEC], group),
         "plan.extend": lambda: made.extend([]),
         "plan.trim": made.trim,
-        "plan.warmup": made.warmup,
         "plan.fixed_shapes": made.fixed_shapes,
         "plan.synchronize": made.synchronize,
         "plan.go_on_without": lambda: made.go_on_without([1 - group.rank]),
         "plan.readmit": lambda: made.readmit([1 - group.rank]),
         "plan.stats": made.stats,
-        "plan.gather_stats": made.gather_stats,
+        "gather_stats": lambda: gather_stats(made),
         "plan.load": made.load,
         "plan.rebalance": made.rebalance,
         "plan.autobalance": lambda: made.autobalance(every=1),
         "plan.shrink": lambda: made.shrink([1]),
         "plan.grow": lambda: made.grow(1),
-        "plan.take_over": made.take_over,
+        "take_over": lambda: take_over(made),
         "plan.close": made.close,
         "exchange.dispatch": lambda: exchange.dispatch(spec, rows, routes),
         "exchange.serve": lambda: exchange.serve([spec]),

@@ -14,6 +14,7 @@ from tokenyard.errors import PlanMismatch
 from tokenyard.exchange.announcement import ignore_notices
 from tokenyard.experts import ReferenceExperts
 from tokenyard.experts.slots import with_spare_slots
+from tokenyard.planning.planner import state_of
 from tokenyard.routing import Placement, SoftmaxRouter, balance, imbalance, rank_loads
 
 
@@ -111,15 +112,15 @@ def in_other_memory(group):
     before_TH = built(*given)
     if group.rank == 1:
         built.experts._apply(torch.clone)
-    fetched, fetch = [], plan._moves.under_way.carrier.fetch
-    plan._moves.under_way.carrier.fetch = lambda held, *rest: (
+    fetched, fetch = [], plan._changing().moves.under_way.carrier.fetch
+    plan._changing().moves.under_way.carrier.fetch = lambda held, *rest: (
         fetched.append(held.memory) or fetch(held, *rest)
     )
     plan.rebalance({"moe": "round_robin"})
     return (
         torch.equal(built(*given), before_TH),
         bool(fetched),
-        plan._moves.under_way.carrier._group is not None,
+        plan._changing().moves.under_way.carrier._group is not None,
     )
 
 
@@ -133,11 +134,11 @@ def memory_of_others(group):
     for placement in ("round_robin", "contiguous"):
         built = build(plan, "moe")
         plan.rebalance({"moe": placement})
-        mapped.append(set(plan._moves.under_way.carrier._mapped))
+        mapped.append(set(plan._changing().moves.under_way.carrier._mapped))
         group.barrier()
         del built
     plan.close()
-    return mapped, plan._moves.under_way.carrier._mapped
+    return mapped, plan._changing().moves.under_way.carrier._mapped
 
 
 def test_memory_of_others_is_mapped_as_long_as_their_layers_are_there():
@@ -248,9 +249,9 @@ def fails_on_one_rank(group):
     given = batch(built.wiring.spec, 5, seed=group.rank)
     before_TH = built(*given)
     if group.rank == 1:
-        plan.layers.clear()
+        state_of(plan).layers.clear()
     error = raised(plan.rebalance, {"moe": "round_robin"})
-    plan.layers["moe"] = built
+    state_of(plan).layers["moe"] = built
     mismatch = raised(plan.rebalance, {"moe": "round_robin" if group.rank else "contiguous"})
     wrong = raised(plan.rebalance, {"moe": Placement.contiguous(7, 2)})
     return str(error), type(mismatch), str(wrong), torch.equal(before_TH, built(*given))
@@ -276,7 +277,7 @@ def fails_in_a_thread(group, wait):
         def broken(*_):
             raise OSError("no memory to map")
 
-        plan._moves.under_way.carrier.fetch = broken
+        plan._changing().moves.under_way.carrier.fetch = broken
     move = plan.rebalance({"moe": "round_robin"}, wait=False)
     during = [str(raised(plan.extend, [])), str(raised(plan.trim)), str(raised(plan.rebalance))]
     errors = []
@@ -367,7 +368,7 @@ def dies_in(group, plan, stage):
     if stage == "agreement":
         group.gather_json = end
     elif stage == "copying":
-        plan._moves.under_way.carrier.fetch = end
+        plan._changing().moves.under_way.carrier.fetch = end
     elif stage == "ready":
         conclude = MoveUnderWay._conclude
 
@@ -427,12 +428,12 @@ def failing_unheard(group):
     before_TH, placement = moe(x_TH, routes), plan.wiring("moe").exchange_spec.placement
     plan.exchange.hears_notices, plan.exchange.announcer.noticed = False, ignore_notices
     if group.rank == 1:
-        plan._moves.under_way.carrier.fetch = lambda *_: 1 / 0
+        plan._changing().moves.under_way.carrier.fetch = lambda *_: 1 / 0
     move = plan.rebalance({"moe": Placement.round_robin(5, 2)}, wait=False)
     move.wait_for_thread()
     same = all(torch.equal(moe(x_TH, routes), before_TH) for _ in range(2 * CALLS_BETWEEN_QUESTIONS))
     stays = plan.wiring("moe").exchange_spec.placement == placement
-    return same, stays, plan._moves.under_way.move is None, type(move.error).__name__
+    return same, stays, plan._changing().moves.under_way.move is None, type(move.error).__name__
 
 
 def test_all_ranks_give_a_move_up_that_failed_on_one_where_calls_tell_nothing():

@@ -8,7 +8,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.elastic import join_plan, moving, resizing
+from tokenyard.elastic import join_plan, moving, resizing, take_over
 from tokenyard.elastic.resizing import placement_with, placement_without
 from tokenyard.errors import GroupError
 from tokenyard.group import rejoin, thread_groups
@@ -22,8 +22,8 @@ def newcomer(address, rank, layers, calls, results, weights=None):
     try:
         group = rejoin(address, rank=rank, seconds=SECONDS)
         plan = join_plan(layers, group, seconds=SECONDS)
-        built = [ty.MoELayer(plan, layer.name, plan.empty_weights(layer.name)) for layer in layers]
-        plan.take_over(seconds=SECONDS)
+        built = [plan.layer(layer.name) for layer in layers]
+        take_over(plan, seconds=SECONDS)
         results[rank] = [
             (module(*batch(layer, 4, seed=rank)), plan.local_experts(layer.name))
             for _ in range(calls)
@@ -141,8 +141,8 @@ def come_and_go(group, exchange):
     given = batch(layer, 5, seed=group.rank)
     if within is None:
         plan = join_plan([layer], rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
-        plan.take_over()
+        built = plan.layer("moe")
+        take_over(plan)
         first_TH = built(*given)
     else:
         plan = ty.plan([layer], within, exchange=exchange)
@@ -218,8 +218,8 @@ def test_a_plan_grows_into_a_group_that_somebody_else_has_made():
 
     def come():
         plan = join_plan([layer], larger[2], seconds=SECONDS)
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
-        results.append(raised(plan.take_over, seconds=SECONDS))
+        built = plan.layer("moe")
+        results.append(raised(take_over, plan, seconds=SECONDS))
         results.append(len(built(*batch(layer, 5, seed=2))))
 
     fresh = threading.Thread(target=come)
@@ -234,7 +234,7 @@ def shared_before(group):
     plan = ty.plan([spec(num_experts=6, spare_experts=6)], group)
     built, groups, exchanges = build(plan, "moe"), [], []
     plan.rebalance({built.name: "round_robin"})
-    carrier = plan._moves.under_way.carrier
+    carrier = plan._changing().moves.under_way.carrier
     carried_by, was_mapped = carrier._found(), bool(carrier._mapped)
     for _ in range(2):
         groups.append(plan.group)
@@ -245,7 +245,7 @@ def shared_before(group):
             return None
     groups.append(plan.group)
     assert "have switched placements [1] times" in str(raised(plan.exchange.announcer.noticed, [1 << 2]))
-    assert plan._moves.under_way.carrier._of is plan.group
+    assert plan._changing().moves.under_way.carrier._of is plan.group
     closed = ["is closed" in str(raised(each.barrier)) for each in (carried_by, *groups[:-1])]
     plan.close()
     closed.append("is closed" in str(raised(groups[-1].barrier)))
@@ -453,9 +453,9 @@ def fails_alone(group, what):
     elif group.rank == 2:  # the memory of others is not there any more
         moving.map_memory = lambda address: open("/nowhere")  # noqa: SIM115
         plan = join_plan([layer], rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
+        built = plan.layer("moe")
         started = time.monotonic()
-        error = raised(plan.take_over, seconds=SECONDS)
+        error = raised(take_over, plan, seconds=SECONDS)
         return type(error).__name__, str(error), time.monotonic() - started
     plan = ty.plan([layer], within)
     built = build(plan, "moe")
@@ -471,7 +471,7 @@ def fails_alone(group, what):
     started = time.monotonic()
     error = raised(plan.grow, 1, seconds=SECONDS) if what == "grow" else raised(plan.shrink, [0])
     waited = time.monotonic() - started
-    plan._moves.under_way.last_move._thread.join()
+    plan._changing().moves.under_way.last_move._thread.join()
     assert torch.equal(built(*given), before_TH)
     return type(error).__name__, str(error), waited
 

@@ -1,6 +1,7 @@
 """A plan that has lost a rank, or was interrupted while it waited, gives no result any more, on any exchange."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from tokenyard.exchange.usability import Usability
 from tokenyard.experts import ReferenceExperts
 from tokenyard.group import thread_groups
 from tokenyard.integrations.flashinfer import MoeAlltoAll
+from tokenyard.planning import gather_stats
 from tokenyard.rows import ExpertRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -105,8 +107,7 @@ def later_calls(group, exchange):
         "combine": lambda: plan.exchange.combine(flight, result),
         "extend": lambda: plan.extend([spec("more")]),
         "trim": plan.trim,
-        "warmup": plan.warmup,
-        "gather_stats": plan.gather_stats,
+        "gather_stats": partial(gather_stats, plan),
     }
     errors = {name: raised(call) for name, call in calls.items()}
     plan.go_on_without([1])

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from tokenyard.errors import ContractError, HandleError
 from tokenyard.exchange import EXCHANGES, Arrival
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
 from tokenyard.rows import ExpertRows
 
 LAYER = SimpleNamespace(layer="next")
@@ -173,7 +175,7 @@ def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchan
         lambda: plan.exchange.combine_unreduced(kept, ExpertRows(rows_RH=torch.zeros(0))),
         lambda: plan.exchange.refuse(kept, ValueError("never told")),
         lambda: dispatched(plan),
-        plan.gather_stats,
+        partial(gather_stats, plan),
         plan.trim,
     ):
         assert "the plan is closed; expected an open plan" in str(raised(call))

@@ -12,6 +12,7 @@ from tokenyard.errors import PlanBroken
 from tokenyard.exchange import EXCHANGES, Exchange, LocalTransport, Pending, Transport
 from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
 from tokenyard.routing import Placement
 from tokenyard.rows import ExpertRows
 
@@ -199,7 +200,7 @@ def test_a_loss_in_a_call_that_moves_no_rows_breaks_the_plan_too(monkeypatch):
         raise ty.PeerLost([0], phase="gather_stats", waited=0.5)
 
     monkeypatch.setattr(plan.group, "gather_json", lose)
-    assert type(raised(plan.gather_stats)) is ty.PeerLost
+    assert type(raised(gather_stats, plan)) is ty.PeerLost
     assert isinstance(raised(build(plan, "moe"), *batch(spec(), 3)), PlanBroken)
 
 

@@ -13,6 +13,7 @@ from tokenyard.errors import ConcurrentUse, PeerFailed
 from tokenyard.exchange import EXCHANGES, LocalTransport, Pending
 from tokenyard.experts import ReferenceExperts
 from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
 
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
@@ -258,7 +259,7 @@ def two_threads(group, exchange):
     def second():
         inside.wait(20)
         refused.append(raised(built, x_TH, routes))
-        refused.append(raised(plan.gather_stats))
+        refused.append(raised(gather_stats, plan))
         tried.set()
 
     thread = threading.Thread(target=second, name="second")

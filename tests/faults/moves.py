@@ -25,7 +25,7 @@ import torch
 import tokenyard as ty
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
-from tokenyard.elastic import join_plan, moving
+from tokenyard.elastic import join_plan, moving, take_over
 from tokenyard.elastic.joining import Joining
 from tokenyard.elastic.move_under_way import MoveUnderWay
 from tokenyard.elastic.rebalancing import Progress, Rebalance
@@ -141,7 +141,7 @@ def lay_trap(plan, trial, folder):
     elif trial.stage == "ready":
         before(Rebalance, "_report", lambda _, progress: progress is Progress.READY, after=True)
     elif trial.stage == "decision":
-        moves = plan._moves.under_way
+        moves = plan._changing().moves.under_way
         all_ready = lambda _: moves.move and moves.move.decision == Progress.READY  # noqa: E731
         before(plan.exchange.announcer, "noticed", all_ready, after=True)
     else:
@@ -162,8 +162,8 @@ def come(address, layer, folder):
     said, plan = {"wrong": 0, "lost": None, "errors": []}, None
     try:
         plan = join_plan([layer], rejoin(address, rank=WORLD, seconds=5 * DEADLINE))
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
-        plan.take_over(seconds=3 * DEADLINE)
+        built = plan.layer("moe")
+        take_over(plan, seconds=3 * DEADLINE)
         given, due_TH = batch(layer, 5, seed=WORLD), torch.load(Path(folder) / "fresh.pt")
         try:
             for _ in range(3):

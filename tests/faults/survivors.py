@@ -79,7 +79,7 @@ def rank_main(group, trial, folder):
             wrong += not torch.equal(found_TH, y_TH)
         if group.rank == trial.victim and step == _STEPS // 2:
             time.sleep(1.0)  # it is killed in any case
-    said = {"wrong": wrong, "lost": list(plan.lost), "told": plan.stats()["first"].lost}
+    said = {"wrong": wrong, "lost": plan.stats()["first"].lost}
     (Path(folder) / f"rank-{group.rank}.json").write_text(json.dumps(said))
 
 
@@ -97,7 +97,7 @@ def run(trial):
 
 def complaints(trial, said_by_rank):
     """What is wrong with what the ranks of a trial said."""
-    expected = {"wrong": 0, "lost": [trial.victim], "told": [trial.victim]}
+    expected = {"wrong": 0, "lost": [trial.victim]}
     return [
         f"rank {rank}: {said}"
         for rank, said in enumerate(said_by_rank)

@@ -6,7 +6,9 @@ import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.elastic import take_over
 from tokenyard.elastic.expert_moves import ExpertMoves
+from tokenyard.elastic.joining import expect_experts
 from tokenyard.errors import InputError, UnknownName
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.transports.local import LocalTransport
@@ -61,11 +63,10 @@ def test_all_layers_are_made_ready_when_a_plan_is_made_and_whenever_it_changes(m
         LocalTransport, "warmup", lambda self, specs: warm.append([each.layer for each in specs])
     )
     plan = ty.plan([spec()], alone())
-    plan.warmup()
     plan.extend([spec("more")])
     plan.trim(keep=["more"])
     plan.readmit(group=alone())
-    assert warm == [["moe"], ["moe"], ["moe", "more"], ["more"], ["more"]]
+    assert warm == [["moe"], ["moe", "more"], ["more"], ["more"]]
 
 
 class OwnTransport(LocalTransport):
@@ -83,21 +84,23 @@ def test_a_plan_with_a_transport_that_fresh_ranks_do_not_know_takes_in_none():
 def test_a_fresh_rank_serves_once_its_experts_have_come():
     plan = ty.plan([spec()], alone())
     built, given, took = build(plan, "moe"), batch(spec(), 3), []
-    assert "take_over was called on a rank whose experts are there" in str(raised(plan.take_over))
-    plan.join(SimpleNamespace(take_over=lambda layers, seconds: took.append((list(layers), seconds))))
-    assert "this rank's experts have not come yet; expected a call of `plan.take_over`" in str(
+    assert "take_over was called on a rank whose experts are there" in str(raised(take_over, plan))
+    expect_experts(
+        plan, SimpleNamespace(take_over=lambda layers, seconds: took.append((list(layers), seconds)))
+    )
+    assert "this rank's experts have not come yet; expected a call of `tokenyard.elastic.take_over`" in str(
         raised(built, *given)
     )
-    plan.take_over(seconds=3.0)
+    take_over(plan, seconds=3.0)
     assert took == [(["moe"], 3.0)]
     assert built(*given).shape == (3, 32)
 
     def not_taken_in(layers, seconds):
         raise KeyboardInterrupt
 
-    plan.join(SimpleNamespace(take_over=not_taken_in))
+    expect_experts(plan, SimpleNamespace(take_over=not_taken_in))
     with pytest.raises(KeyboardInterrupt):
-        plan.take_over()
+        take_over(plan)
     assert "the plan is closed" in str(raised(built, *given))
 
 

@@ -18,6 +18,7 @@ from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import Payload
 from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
 from tokenyard.planning.alternatives import apply_alternative
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.routing import GroupedSigmoidRouter, Placement, SoftmaxRouter
@@ -459,7 +460,7 @@ def counted(group, exchange):
         mine,
         time.monotonic() - began,
         plan.stats()["idle"].rounds,
-        plan.gather_stats(),
+        gather_stats(plan),
         # On one host, rows of `hierarchical` go through memory.
         EXCHANGES["one_sided" if exchange == "hierarchical" else exchange].region_bytes(
             plan.wiring("moe").exchange_spec
@@ -510,8 +511,7 @@ def two_plans(group):
         raised(first.trim),
         raised(first.go_on_without, [1 - group.rank]),
         raised(first.readmit),
-        raised(first.gather_stats),
-        raised(first.warmup),
+        raised(gather_stats, first),
     ]
     after = build(second, "moe")(x_TH, routes)
     return torch.equal(before, between) and torch.equal(between, after), late

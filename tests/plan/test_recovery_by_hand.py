@@ -29,10 +29,9 @@ def recovery(*, survive=True, rank=0, told=(), calls=0, placement=TWICE):
         name: SimpleNamespace(take_part=lambda name=name: done.append(name)) for name in ("first", "second")
     }
     state = SimpleNamespace(
-        survive=survive, group=group, draft=SimpleNamespace(wirings=[wiring]), layers=layers
+        survive=survive, calls=calls, group=group, draft=SimpleNamespace(wirings=[wiring]), layers=layers
     )
     made = Recovery(state, None)
-    made.calls = calls
     made.go_on_without = lambda peers: done.append(list(peers))
     return made, done
 

@@ -5,6 +5,7 @@ without a group, `planner` agrees on that draft with the other ranks. `audit` co
 """
 
 from tokenyard.planning.drafting import Draft
+from tokenyard.planning.planner import gather_stats
 from tokenyard.planning.wiring import Wiring
 
-__all__ = ["Draft", "Wiring"]
+__all__ = ["Draft", "Wiring", "gather_stats"]
