@@ -4,6 +4,8 @@ import torch
 
 import tokenyard as ty
 from tokenyard.conformance.cases import random_weights
+from tokenyard.exchange import EXCHANGES
+from tokenyard.group import thread_groups
 
 
 def spec(name="moe", **changes):
@@ -42,6 +44,6 @@ def raised(fn, *args, **kwargs):
 
 
 # The exchanges that a paranoid plan can watch on CPUs.
-WATCHED = [name for name, cls in ty.EXCHANGES.items() if cls.watches(ty.thread_groups(1)[0]) is None]
+WATCHED = [name for name, cls in EXCHANGES.items() if cls.watches(thread_groups(1)[0]) is None]
 # Those through which rows can come home unreduced, for the caller to sum over ranks.
-UNREDUCED = [name for name, cls in ty.EXCHANGES.items() if not cls.sums_in_hosts]
+UNREDUCED = [name for name, cls in EXCHANGES.items() if not cls.sums_in_hosts]

@@ -14,10 +14,13 @@ from torch import nn
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange import EXCHANGES
+from tokenyard.formats import Payload
 from tokenyard.layer import compiled as ops
+from tokenyard.routing import SoftmaxRouter
 
 both_backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # neither needs a C++ compiler
-ROUTER = ty.SoftmaxRouter(2, renormalize=True)
+ROUTER = SoftmaxRouter(2, renormalize=True)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +70,7 @@ def model_of_many_layers(group, backend, exchange):
         spec("routes", experts="reference"),
         spec("logits", router=ROUTER, wire="mxfp8"),
         spec("scaled", routed_scaling=2.5),
-        spec("payloads", payloads=(ty.Payload(name="position", dtype=torch.int32, width=1),)),
+        spec("payloads", payloads=(Payload(name="position", dtype=torch.int32, width=1),)),
     ]
     plan = ty.plan(layers, group, exchange=exchange)
     shared = nn.Linear(32, 32, dtype=torch.bfloat16)
@@ -92,7 +95,7 @@ def model_of_many_layers(group, backend, exchange):
 
 
 @both_backends
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_model_is_one_graph_with_the_bits_of_an_eager_call(exchange, backend):
     assert on_ranks(1, model_of_many_layers, backend, exchange) == [[True] * 3]
 
@@ -351,7 +354,7 @@ def test_no_method_of_the_layer_is_replaced_by_one_of_another_page():
 def operator_is_sound(group):
     layers = [
         spec(),
-        spec("logits", router=ROUTER, payloads=(ty.Payload(name="p", dtype=torch.int8, width=2),)),
+        spec("logits", router=ROUTER, payloads=(Payload(name="p", dtype=torch.int8, width=2),)),
     ]
     plan = ty.plan(layers, group)
     x_TH, routes = batch(spec(), 4)

@@ -13,9 +13,13 @@ import torch
 from torch import nn
 
 import tokenyard as ty
+from tokenyard.errors import HandleError
 from tokenyard.experts import ExpertWeights
 from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats.weights import WEIGHT_FORMATS
+from tokenyard.group import thread_groups
+from tokenyard.planning.planner import state_of
+from tokenyard.routing import Placement
 
 SPEC = ty.LayerSpec(name="moe", hidden_size=128, intermediate_size=128, num_experts=4, top_k=2, max_tokens=8)
 
@@ -48,7 +52,7 @@ def changed(layer: ty.MoELayer) -> None:
 @pytest.mark.parametrize("weights", sorted(WEIGHT_FORMATS))
 @pytest.mark.parametrize("experts", ["grouped", "reference"])
 def test_a_copy_has_weights_of_its_own(experts, weights):
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group, experts=experts, weights=weights)
     expected = layer(*batch(0))
     copied = copy.deepcopy(layer)
@@ -83,21 +87,21 @@ def test_a_copy_of_a_model_on_all_ranks(ranks):
 
 
 def test_a_compiled_copy_calls_the_copy():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     copied = copy.deepcopy(layer)
     assert int(copied.key) != int(layer.key)
     changed(copied)
     x_TH, routes = batch(0)
     called = torch.ops.tokenyard.moe_layer(
-        x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], copied.key
+        x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], copied.key, False
     )
     assert torch.equal(called, copied(x_TH, routes))
     assert not torch.equal(called, layer(x_TH, routes))
 
 
 def test_shared_experts_and_routers_are_copied_with_their_layer():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     made = ty.plan([SPEC], group)
     weights = ExpertWeights(w13=torch.ones(4, 256, 128).bfloat16(), w2=torch.ones(4, 128, 128).bfloat16())
     layer = ty.MoELayer(made, "moe", weights, shared=nn.Linear(128, 128).bfloat16())
@@ -114,7 +118,7 @@ def moves(group: ty.Group) -> list[str]:
     layer = layer_on(group, spare_experts=2, sum="choices")
     x_TH, routes = batch(group.rank)
     expected, said = layer(x_TH, routes), []
-    everything = {"moe": ty.Placement.explicit(4, [[2, 3], [0, 1]])}
+    everything = {"moe": Placement.explicit(4, [[2, 3], [0, 1]])}
     copied = copy.deepcopy(layer) if group.rank == 0 else None
     try:
         layer.plan.rebalance(everything)
@@ -128,10 +132,10 @@ def moves(group: ty.Group) -> list[str]:
     gc.collect()
     layer.plan.rebalance(everything)
     assert torch.equal(layer(x_TH, routes), expected)
-    moving = layer.plan.rebalance({"moe": ty.Placement.explicit(4, [[0, 1], [2, 3]])}, wait=False)
+    moving = layer.plan.rebalance({"moe": Placement.explicit(4, [[0, 1], [2, 3]])}, wait=False)
     try:
         copy.deepcopy(layer)
-    except ty.HandleError as error:
+    except HandleError as error:
         said.append(str(error))
     moving.wait()
     assert torch.equal(layer(x_TH, routes), expected)
@@ -151,29 +155,27 @@ def test_experts_do_not_move_beside_a_copy():
 
 
 def test_a_copy_outlives_its_layer():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     expected, made, copied = layer(*batch(0)), layer.plan, copy.deepcopy(layer)
-    assert made.layers["moe"] is layer
+    assert state_of(made).layers["moe"] is layer
     del layer
     gc.collect()
-    assert made.layers["moe"] is copied
+    assert state_of(made).layers["moe"] is copied
     assert torch.equal(copied(*batch(0)), expected)
 
 
 def test_what_stays_in_its_process_says_so_when_it_is_pickled():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     for kept in (layer, nn.Sequential(layer)):
         with pytest.raises(
-            ty.HandleError, match=r"layer 'moe', rank 0: a layer was to be pickled.*state_dict\(\)"
+            HandleError, match=r"layer 'moe', rank 0: a layer was to be pickled.*state_dict\(\)"
         ):
             pickle.dumps(kept)
-    with pytest.raises(
-        ty.HandleError, match=r"rank 0: the plan was to be pickled.*make the plan on each rank"
-    ):
+    with pytest.raises(HandleError, match=r"rank 0: the plan was to be pickled.*make the plan on each rank"):
         pickle.dumps(layer.plan)
-    with pytest.raises(ty.HandleError, match=r"rank 0: group 'threads' was to be pickled.*in each process"):
+    with pytest.raises(HandleError, match=r"rank 0: group 'threads' was to be pickled.*in each process"):
         pickle.dumps(group)
     assert copy.deepcopy(group) is group
     assert copy.deepcopy(layer.plan) is layer.plan

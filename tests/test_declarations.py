@@ -11,7 +11,7 @@ import inspect
 import pytest
 import torch
 
-from tokenyard import MoELayer, launch, overlapped, thread_groups
+from tokenyard import MoELayer, launch
 from tokenyard.checkpoints.compressed_tensors import CompressedTensorsLayout
 from tokenyard.checkpoints.families import Config, Family, family_config, unknown_family
 from tokenyard.checkpoints.files import _Map
@@ -51,10 +51,11 @@ from tokenyard.experts.activations import ACTIVATIONS, Activation
 from tokenyard.experts.grouped import product_path
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, PlainFormat, PlainWeights, WeightFormat
-from tokenyard.group import DistributedGroup, Group
+from tokenyard.group import DistributedGroup, Group, thread_groups
 from tokenyard.group.process_ranks import _Processes
 from tokenyard.group.shared_memory import _mapping
 from tokenyard.group.threads import _Call
+from tokenyard.layer import overlapped
 from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft, draft_ignoring_env
 from tokenyard.planning.planner import Plan, plan, plan_draft

@@ -13,6 +13,7 @@ from docs.generate.error_table import (
     troubles_in_markdown,
     what_you_see,
 )
+from tokenyard.errors import Corrupted, Drifted
 
 
 def all_kinds(base: type = ty.TokenyardError) -> set[type]:
@@ -47,7 +48,7 @@ def test_what_you_see_is_a_whole_message_of_that_class(kind):
 
 
 def test_an_example_that_raises_something_else_is_found_out(monkeypatch):
-    monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, EXAMPLES[ty.Drifted])
+    monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, EXAMPLES[Drifted])
     with pytest.raises(AssertionError, match="the example of PeerLost raises Drifted"):
         troubles_in_markdown()
     monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, lambda: None)
@@ -56,7 +57,7 @@ def test_an_example_that_raises_something_else_is_found_out(monkeypatch):
 
 
 def test_a_class_without_an_example_is_missed(monkeypatch):
-    left = {kind: example for kind, example in EXAMPLES.items() if kind is not ty.Corrupted}
+    left = {kind: example for kind, example in EXAMPLES.items() if kind is not Corrupted}
     monkeypatch.setattr(error_table, "EXAMPLES", left)
     with pytest.raises(KeyError):
         troubles_in_markdown()

@@ -21,8 +21,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tokenyard as ty
+from tokenyard.elastic import take_over
+from tokenyard.group import thread_groups
 from tokenyard.group.own_process import OwnProcess
+from tokenyard.layer import PendingBatch
 from tokenyard.layer.micro_batches import overlapped
+from tokenyard.planning import gather_stats
 
 SPEC = ty.LayerSpec(
     name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=2, max_tokens=8, spare_experts=1
@@ -92,7 +96,7 @@ def said(call: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def calls(layer: ty.MoELayer, started: ty.PendingBatch) -> dict[str, Callable[[], Any]]:
+def calls(layer: ty.MoELayer, started: PendingBatch) -> dict[str, Callable[[], Any]]:
     """Every way to use a layer, its plan, its exchange and its group."""
     made, group = layer.plan, layer.plan.group
     exchange, spec = made.exchange, layer.wiring.exchange_spec
@@ -107,7 +111,7 @@ def calls(layer: ty.MoELayer, started: ty.PendingBatch) -> dict[str, Callable[[]
         "layer.take_part": layer.take_part,
         "overlapped": lambda: overlapped(layer, x_TH, routes, parts=1),
         "compiled": lambda: torch.ops.tokenyard.moe_layer(
-            x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], layer.key
+            x_TH, routes.topk_ids_TK, routes.topk_weights_TK, 1.0, [], [], None, None, [], layer.key, False
         ),
         "batch.compute": started.compute,
         "batch.finish": started.finish,
@@ -115,19 +119,18 @@ def calls(layer: ty.MoELayer, started: ty.PendingBatch) -> dict[str, Callable[[]
         "plan": lambda: ty.plan([SPEC], group),
         "plan.extend": lambda: made.extend([]),
         "plan.trim": made.trim,
-        "plan.warmup": made.warmup,
         "plan.fixed_shapes": made.fixed_shapes,
         "plan.synchronize": made.synchronize,
         "plan.go_on_without": lambda: made.go_on_without([1 - group.rank]),
         "plan.readmit": lambda: made.readmit([1 - group.rank]),
         "plan.stats": made.stats,
-        "plan.gather_stats": made.gather_stats,
+        "gather_stats": lambda: gather_stats(made),
         "plan.load": made.load,
         "plan.rebalance": made.rebalance,
         "plan.autobalance": lambda: made.autobalance(every=1),
         "plan.shrink": lambda: made.shrink([1]),
         "plan.grow": lambda: made.grow(1),
-        "plan.take_over": made.take_over,
+        "take_over": lambda: take_over(made),
         "plan.close": made.close,
         "exchange.dispatch": lambda: exchange.dispatch(spec, rows, routes),
         "exchange.serve": lambda: exchange.serve([spec]),
@@ -242,7 +245,7 @@ def test_a_forked_process_is_refused_and_its_parent_never_notices(ranks, exchang
 
 
 def test_a_plan_of_one_rank_is_refused_too():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group, in_flight=2)
     assert layer.plan.draft.exchange.name == "local"
     expected = layer(*batch(0))
@@ -325,7 +328,7 @@ class Rows(Dataset):
 
 
 def test_workers_of_a_data_loader():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     expected = layer(*batch(0))
     loaded = DataLoader(Rows(layer, uses=False), num_workers=1, multiprocessing_context="fork")
@@ -336,7 +339,7 @@ def test_workers_of_a_data_loader():
 
 
 def test_programs_that_are_started_change_nothing():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     layer = layer_on(group)
     expected = layer(*batch(0))
     subprocess.run([sys.executable, "-c", ""], check=True)
@@ -345,7 +348,7 @@ def test_programs_that_are_started_change_nothing():
 
 
 def test_a_forked_process_makes_groups_and_plans_of_its_own():
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     expected = layer_on(group)(*batch(0)).float().tolist()
 
     def launched() -> Any:

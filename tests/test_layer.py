@@ -11,11 +11,17 @@ from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import HandleError, InputError, PeerFailed, RankError
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import EXPERTS
+from tokenyard.formats import Payload
+from tokenyard.group import thread_groups
 from tokenyard.layer.compiled import call_operator
 from tokenyard.layer.receiver import LocalIds
+from tokenyard.routing import GroupedSigmoidRouter, Placement
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 
 # -- Bad input: a clear error before anything moves, on every rank -------------------------------------------
@@ -122,7 +128,7 @@ def test_bad_input_reaches_other_processes_too():
         assert all(same for _, _, same in outcome)
 
 
-class Fragile(ty.EXPERTS["reference"]):
+class Fragile(EXPERTS["reference"]):
     """Experts that raise on rows that hold the number 1000."""
 
     name = "fragile"
@@ -147,7 +153,7 @@ def expert_raises(group, exchange):
     try:
         built(bad_TH, routes)
         found = ("nothing", "")
-    except (ZeroDivisionError, ty.PeerFailed) as error:
+    except (ZeroDivisionError, PeerFailed) as error:
         found = (type(error).__name__, str(error))
     return *found, same_bits(good, built(x_TH, routes))
 
@@ -184,7 +190,7 @@ def weights_of_others(group):
 def test_weights_of_experts_that_another_rank_owns_are_refused():
     for rank, error in enumerate(on_ranks(2, weights_of_others)):
         others, own = ([0, 1, 2], [0, 2, 4]) if rank == 0 else ([3, 4, 5], [1, 3, 5])
-        assert isinstance(error, ty.InputError)
+        assert isinstance(error, InputError)
         assert (
             f"rank {rank}: the weights are those of experts {others}; expected those of experts {own}"
             in str(error)
@@ -314,7 +320,7 @@ def test_rows_can_come_home_unreduced_and_only_the_party_with_the_duty_reduces(e
 
 
 def logits_and_routes(group, placement, experts):
-    router = ty.GroupedSigmoidRouter(3, num_groups=2, topk_groups=1, routed_scaling=2.5)
+    router = GroupedSigmoidRouter(3, num_groups=2, topk_groups=1, routed_scaling=2.5)
     common = {"num_experts": 6, "top_k": 3, "router": router, "placement": placement}
     layers = [spec("by routes", experts="reference", **common), spec("by itself", experts=experts, **common)]
     plan = ty.plan(layers, group, exchange="allgather")
@@ -334,7 +340,7 @@ def logits_and_routes(group, placement, experts):
 
 @pytest.mark.parametrize(
     "placement",
-    ["contiguous", "round_robin", ty.Placement.replicated(ty.Placement.contiguous(6, 3), {0: [1, 2]})],
+    ["contiguous", "round_robin", Placement.replicated(Placement.contiguous(6, 3), {0: [1, 2]})],
 )
 def test_logits_travel_to_experts_that_route_by_themselves(placement):
     for from_logits, as_twin, error, message in on_ranks(3, logits_and_routes, placement, "self_routing"):
@@ -371,7 +377,7 @@ def test_a_layer_whose_name_was_given_to_another_is_refused():
     for same, error, goes_on in on_ranks(2, name_of_another):
         assert same
         assert goes_on
-        assert isinstance(error, ty.HandleError)
+        assert isinstance(error, HandleError)
         assert "another layer of this name" in str(error)
         assert "make a new MoELayer" in str(error)
 
@@ -405,12 +411,12 @@ def test_training_is_refused_and_backward_raises_in_evaluation_mode(wanting):
         if wanting == "shared experts":  # those of an ordinary module require gradients, also to infer
             assert one is None
             continue
-        assert isinstance(one, ty.HandleError)
+        assert isinstance(one, HandleError)
         assert "layer 'moe', rank 0: the layer was called in training mode, with gradients enabled" in str(
             one
         )
         assert "torch.no_grad(), after model.eval(), or after model.requires_grad_(False)" in str(one)
-    assert isinstance(error, ty.HandleError)
+    assert isinstance(error, HandleError)
     assert "layer 'moe': backward was called through a layer" in str(error)
     assert not silent
 
@@ -429,9 +435,9 @@ def test_a_rank_that_trains_is_refused_before_its_rows_are_sent():
     (other, first), (own, second) = on_ranks(2, one_rank_trains)
     assert first
     assert second
-    assert isinstance(own, ty.HandleError)
+    assert isinstance(own, HandleError)
     assert "training mode" in str(own)
-    assert isinstance(other, ty.PeerFailed)
+    assert isinstance(other, PeerFailed)
     assert "training mode" in str(other)
 
 
@@ -460,7 +466,7 @@ def test_weights_that_want_a_gradient_are_held_without(adopt):
     layer = spec(experts="reference")
     weights = random_weights(layer, 0)
     weights.w13.requires_grad_()
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     built = ty.MoELayer(ty.plan([layer], group), "moe", weights, adopt=adopt)
     assert not built.experts.weights.w13.requires_grad
     assert weights.w13.requires_grad
@@ -527,10 +533,10 @@ def errors_with_echoes(group):
 
 def test_launch_raises_the_cause_and_not_its_echo_on_other_ranks():
     for _ in range(10):
-        with pytest.raises(ty.RankError) as caught:
+        with pytest.raises(RankError) as caught:
             on_ranks(4, errors_with_echoes)
         assert caught.value.rank == 3
-        assert isinstance(caught.value.__cause__, ty.InputError)
+        assert isinstance(caught.value.__cause__, InputError)
 
 
 def sliced_routes(group, exchange):
@@ -551,7 +557,7 @@ def test_routes_may_be_slices_of_wider_tensors(ranks, exchange):
 
 def test_the_operator_of_a_compiled_model_gives_what_a_call_gives():
     layer = spec(routed_scaling=2.5)
-    built = build(ty.plan([layer], ty.thread_groups(1)[0]), "moe")
+    built = build(ty.plan([layer], thread_groups(1)[0]), "moe")
     x_TH, routes = batch(layer, 3, scaled_by=2.5)
     due_TH, out = built(x_TH, routes, add=x_TH), torch.empty_like(x_TH)
     with torch.no_grad():
@@ -561,8 +567,8 @@ def test_the_operator_of_a_compiled_model_gives_what_a_call_gives():
 
 
 def test_a_rank_without_tokens_brings_all_that_others_bring_of_no_token():
-    tag = ty.Payload(name="tag", dtype=torch.int16, width=3)
-    built = build(ty.plan([spec(payloads=(tag,))], ty.thread_groups(1)[0]), "moe")
+    tag = Payload(name="tag", dtype=torch.int16, width=3)
+    built = build(ty.plan([spec(payloads=(tag,))], thread_groups(1)[0]), "moe")
     brings = built.no_tokens()
     assert (brings.x_TH.shape, brings.x_TH.dtype) == ((0, 32), torch.bfloat16)
     assert {name: (rows.shape, rows.dtype) for name, rows in brings.payloads.items()} == {
@@ -576,7 +582,7 @@ def test_a_rank_without_tokens_brings_all_that_others_bring_of_no_token():
 
 def test_ids_become_local_ones_of_a_rank_or_none_where_experts_are_elsewhere():
     ids_RK = torch.tensor([[0, 2], [3, 1]])
-    placement = ty.Placement.contiguous(4, 2)
+    placement = Placement.contiguous(4, 2)
     assert LocalIds(placement, 1)(ids_RK, (1, 1)).tolist() == [[-1, 0], [1, -1]]
     slot_of_L = torch.tensor([5, 3, -1])  # the last one is that of no expert
     assert LocalIds(placement, 1, slot_of_L)(ids_RK, (1, 1)).tolist() == [[-1, 5], [3, -1]]

@@ -12,13 +12,17 @@ import torch
 import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange import Pending
+from tokenyard.errors import HandleError, InputError, PeerFailed
+from tokenyard.exchange import EXCHANGES, Pending
 from tokenyard.experts import ReferenceExperts
+from tokenyard.group import thread_groups
+from tokenyard.layer import overlapped
 from tokenyard.layer.sender import SharedExpertsCall
+from tokenyard.routing import SoftmaxRouter
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 everything_watched = pytest.mark.parametrize(
-    ("exchange", "paranoid"), [*((name, False) for name in ty.EXCHANGES), *((name, True) for name in WATCHED)]
+    ("exchange", "paranoid"), [*((name, False) for name in EXCHANGES), *((name, True) for name in WATCHED)]
 )
 
 
@@ -50,8 +54,8 @@ def same_as_calls(group, exchange, paranoid):
     return (
         all(map(same_bits, found, alone)),
         all(y_TH.data_ptr() == out.data_ptr() for y_TH, out in zip(found, into, strict=True)),
-        same_bits(ty.overlapped(built, x_TH, routes), parts),
-        same_bits(ty.overlapped(built, x_TH, routes, parts=3, add=x_TH, out=into[0]), into[0]),
+        same_bits(overlapped(built, x_TH, routes), parts),
+        same_bits(overlapped(built, x_TH, routes, parts=3, add=x_TH, out=into[0]), into[0]),
     )
 
 
@@ -70,7 +74,7 @@ def few_tokens(group, exchange):
     ]
     alone = torch.cat([built(*part) for part in parts])
     before = plan.stats()["moe"].rounds
-    same = same_bits(ty.overlapped(built, x_TH, routes), alone)
+    same = same_bits(overlapped(built, x_TH, routes), alone)
     return same, plan.stats()["moe"].rounds - before
 
 
@@ -80,18 +84,18 @@ def test_ranks_with_no_token_or_one_take_part_in_every_part(exchange):
 
 
 def longer_than_max_tokens(group):
-    layer = spec(router=ty.SoftmaxRouter(top_k=2, renormalize=True), max_tokens=4)
+    layer = spec(router=SoftmaxRouter(top_k=2, renormalize=True), max_tokens=4)
     plan = ty.plan([layer], group, in_flight=2)
     built = build(plan, "moe")
     x_TH = torch.randn(8, 32).bfloat16()
     logits_TE = torch.randn(8, 5)
     alone = torch.cat([built(x_TH[:4], logits_TE[:4]), built(x_TH[4:], logits_TE[4:])])
     whole = raised(built, x_TH, logits_TE)
-    return same_bits(ty.overlapped(built, x_TH, logits_TE), alone), type(whole)
+    return same_bits(overlapped(built, x_TH, logits_TE), alone), type(whole)
 
 
 def test_each_part_may_have_as_many_tokens_as_a_call():
-    assert on_ranks(2, longer_than_max_tokens) == [(True, ty.InputError)] * 2
+    assert on_ranks(2, longer_than_max_tokens) == [(True, InputError)] * 2
 
 
 # -- What runs while rows travel -----------------------------------------------------------------------------
@@ -125,7 +129,7 @@ def recording(base, events):
 @every_exchange
 def test_shared_experts_run_while_rows_travel(exchange):
     events = []
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=recording(ty.EXCHANGES[exchange], events))
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange=recording(EXCHANGES[exchange], events))
     built = build(plan, "moe", shared=lambda x_TH: events.append("shared") or x_TH)
     built(*batch(spec(), 3))
     assert events == ["sent out", "shared", "waits out", "sent back", "waits back"]
@@ -135,10 +139,10 @@ def test_shared_experts_run_while_rows_travel(exchange):
 def test_one_phase_travels_at_a_time_and_the_next_one_goes_out_before_experts_compute(exchange):
     events = []
     plan = ty.plan(
-        [spec()], ty.thread_groups(1)[0], exchange=recording(ty.EXCHANGES[exchange], events), in_flight=2
+        [spec()], thread_groups(1)[0], exchange=recording(EXCHANGES[exchange], events), in_flight=2
     )
     built = build(plan, "moe")
-    ty.overlapped(built, *batch(spec(), 4))
+    overlapped(built, *batch(spec(), 4))
     assert events == [
         *("sent out", "waits out", "sent out"),  # the second part goes out when the first has arrived
         *("waits out", "sent back"),  # the experts have computed the first
@@ -201,21 +205,21 @@ def test_parts_take_the_longer_of_travel_and_computation_and_calls_their_sum(exc
     """Milliseconds of each way, and of the experts of each of two parts."""
     clock = Clock()
     layer = spec(experts=slow(clock, compute))
-    transport = delayed(ty.EXCHANGES[exchange], clock, link)
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=transport, in_flight=2)
+    transport = delayed(EXCHANGES[exchange], clock, link)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange=transport, in_flight=2)
     built = build(plan, "moe")
     part, whole = batch(layer, 4), batch(layer, 8)
     travel, computation = 2 * 2 * link, 2 * compute
     assert 2 * clock.seconds(built, *part) == travel + computation
     # The first part goes out and the last one comes back while nothing is left to compute.
-    assert clock.seconds(ty.overlapped, built, *whole) == max(travel, computation + 2 * link)
+    assert clock.seconds(overlapped, built, *whole) == max(travel, computation + 2 * link)
 
 
 @every_exchange
 def test_shared_experts_no_longer_than_the_way_out_take_no_time(exchange):
     clock = Clock()
     layer = spec(experts=slow(clock, 7))
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=delayed(ty.EXCHANGES[exchange], clock, 20))
+    plan = ty.plan([layer], thread_groups(1)[0], exchange=delayed(EXCHANGES[exchange], clock, 20))
     alone = build(plan, "moe")
 
     def shared(x_TH):
@@ -389,7 +393,7 @@ def test_shared_experts_in_a_thread_that_call_their_layer_are_refused():
 @every_exchange
 def test_a_batch_out_of_turn_is_refused(exchange):
     layer = spec(experts="reference")
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=exchange, in_flight=2)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange=exchange, in_flight=2)
     built = build(plan, "moe")
     x_TH, routes = batch(layer, 5)
     expected = built(x_TH, routes)
@@ -457,7 +461,7 @@ def dropped(group, exchange, in_flight, who):
 @pytest.mark.parametrize("who", [(0,), (0, 1)])
 def test_a_batch_that_is_dropped_is_an_error_on_all_ranks(exchange, in_flight, who):
     for rank, (kind, message, works) in enumerate(on_ranks(2, dropped, exchange, in_flight, who)):
-        assert kind is (ty.HandleError if rank in who else ty.PeerFailed)
+        assert kind is (HandleError if rank in who else PeerFailed)
         assert "a batch was started, and what `start` returned is gone" in message
         assert "layer 'moe', rank 0" in message or rank
         assert "keep what `start` returns, and call its `finish`" in message
@@ -483,7 +487,7 @@ def broken_part(group, exchange, paranoid, where):
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2, paranoid=paranoid)
     built = build(plan, "moe")
     x_TH, routes = batch(layer, 5, seed=group.rank)
-    expected = ty.overlapped(built, x_TH, routes)
+    expected = overlapped(built, x_TH, routes)
     bad = routes
     if group.rank == 0 and where.startswith("experts"):
         built.experts.calls, built.experts.fails_in = 0, int(where[-1])
@@ -492,11 +496,11 @@ def broken_part(group, exchange, paranoid, where):
         ids_TK[int(where[-1])] = 99
         bad = ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=routes.topk_weights_TK)
     try:
-        ty.overlapped(built, x_TH, bad)
+        overlapped(built, x_TH, bad)
         seen = None, ""
     except (ValueError, ty.TokenyardError) as error:
         seen = type(error), str(error)
-    return *seen, same_bits(ty.overlapped(built, x_TH, routes), expected)
+    return *seen, same_bits(overlapped(built, x_TH, routes), expected)
 
 
 @everything_watched
@@ -505,9 +509,9 @@ def test_an_error_in_one_part_reaches_all_ranks_and_the_next_batch_works(exchang
     (kind, own, first_works), (other, told, second_works) = on_ranks(
         2, broken_part, exchange, paranoid, where
     )
-    assert kind is (ValueError if where.startswith("experts") else ty.InputError)
+    assert kind is (ValueError if where.startswith("experts") else InputError)
     assert ("broke" if where.startswith("experts") else "id 99") in own
-    assert other is ty.PeerFailed
+    assert other is PeerFailed
     assert "rank 0" in told
     assert first_works
     assert second_works
@@ -519,20 +523,20 @@ def wrong_shapes(group, exchange):
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
     built = build(plan, "moe")
     x_TH, routes = batch(layer, 5, seed=group.rank)
-    expected = ty.overlapped(built, x_TH, routes)
+    expected = overlapped(built, x_TH, routes)
     said = []
     for wrong in ({"x_TH": x_TH[:4]}, {"x_TH": None}, {"add": x_TH[0]}, {"routes_or_logits": 3}):
         given = {"x_TH": x_TH, "routes_or_logits": routes, **(wrong if group.rank == 0 else {})}
-        error = raised(ty.overlapped, built, **given)
+        error = raised(overlapped, built, **given)
         said.append((type(error), str(error)))
-    return said, same_bits(ty.overlapped(built, x_TH, routes), expected)
+    return said, same_bits(overlapped(built, x_TH, routes), expected)
 
 
 @every_exchange
 def test_what_cannot_be_cut_is_an_error_on_all_ranks(exchange):
     (own, first_works), (told, second_works) = on_ranks(2, wrong_shapes, exchange)
-    assert [kind for kind, _ in own] == [ty.InputError] * 4
-    assert [kind for kind, _ in told] == [ty.PeerFailed] * 4
+    assert [kind for kind, _ in own] == [InputError] * 4
+    assert [kind for kind, _ in told] == [PeerFailed] * 4
     assert [message.split(";")[0] for _, message in own] == [
         "layer 'moe', rank 0: of a batch that is cut into parts, routes is a tensor int64[5, 2]",
         "layer 'moe', rank 0: of a batch that is cut into parts, x_TH is None",
@@ -547,37 +551,37 @@ def test_what_cannot_be_cut_is_an_error_on_all_ranks(exchange):
 
 
 def test_more_parts_than_may_be_in_flight_are_refused():
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], in_flight=2)
+    plan = ty.plan([spec()], thread_groups(1)[0], in_flight=2)
     built = build(plan, "moe")
     x_TH, routes = batch(spec(), 5)
-    assert str(raised(ty.overlapped, built, x_TH, routes, parts=3)) == (
+    assert str(raised(overlapped, built, x_TH, routes, parts=3)) == (
         "layer 'moe', rank 0: 3 parts of a batch overlap; expected at most 2, which the plan lets be in flight; "
         "fix: plan(..., in_flight=3)"
     )
     assert "parts is 0; expected a number of parts, from 1" in str(
-        raised(ty.overlapped, built, x_TH, routes, parts=0)
+        raised(overlapped, built, x_TH, routes, parts=0)
     )
 
 
 def test_a_batch_may_be_one_part_and_may_be_written_where_a_gradient_is_wanted():
-    built = build(ty.plan([spec()], ty.thread_groups(1)[0], in_flight=2), "moe")
+    built = build(ty.plan([spec()], thread_groups(1)[0], in_flight=2), "moe")
     x_TH, routes = batch(spec(), 5)
     due = built(x_TH, routes)
     for parts in (1, 2):
         out = torch.zeros_like(x_TH).requires_grad_()
-        ty.overlapped(built, x_TH, routes, parts=parts, out=out)
+        overlapped(built, x_TH, routes, parts=parts, out=out)
         assert out.requires_grad
         assert same_bits(out.detach(), due)
-        assert same_bits(ty.overlapped(built, x_TH, routes, parts=parts), due)
+        assert same_bits(overlapped(built, x_TH, routes, parts=parts), due)
     for wrong in (0, -1, 1.0, "2", None):
         assert f"parts is {wrong!r}; expected a number" in str(
-            raised(ty.overlapped, built, x_TH, routes, parts=wrong)
+            raised(overlapped, built, x_TH, routes, parts=wrong)
         )
 
 
 @every_exchange
 def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchange):
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange=exchange)
     built = build(plan, "moe")
     pending = built.start(*batch(spec(), 3))
     plan.extend([spec("more")])
@@ -589,7 +593,7 @@ def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchan
 
 @every_exchange
 def test_of_a_batch_that_was_finished_nothing_is_kept(exchange):
-    built = build(ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange), "moe")
+    built = build(ty.plan([spec()], thread_groups(1)[0], exchange=exchange), "moe")
     for finish in (lambda pending: pending.finish(), computed):
         x_TH, routes = batch(spec(), 3)
         kept = weakref.ref(x_TH)

@@ -12,9 +12,10 @@ from PIL import Image
 from docs.generate import figures
 from docs.generate.pictures import FOLDER, PICTURES, choice, packet, timeline, workspace
 from docs.generate.pictures.svg import COLORS, WIDTH, Drawing
-from tokenyard import EXCHANGES, ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan, thread_groups
-from tokenyard.exchange import SharedMemoryTransport
+from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan
+from tokenyard.exchange import EXCHANGES, SharedMemoryTransport
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
+from tokenyard.group import thread_groups
 
 # Pictures that `tokenyard bench show` draws.
 DRAWN_FIGURES = sorted(

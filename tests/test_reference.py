@@ -13,6 +13,7 @@ import pytest
 import tokenyard as ty
 from docs.generate import catalog, descriptions, reference
 from docs.generate.pictures import pictures
+from tokenyard.experts import EXPERTS
 
 
 def test_every_exported_name_is_on_a_page():
@@ -59,7 +60,7 @@ def test_every_field_of_a_layer_is_in_its_table_with_its_default_and_its_choices
     assert list(rows) == [field.name for field in dataclasses.fields(ty.LayerSpec)]
     assert rows["hidden_size"][1] == "`int`"
     assert rows["weight_on"][1] == "<code>'input' &#124; 'output' = 'output'</code>"
-    assert all(f"`{name}`" in rows["experts"][2] for name in ty.EXPERTS)
+    assert all(f"`{name}`" in rows["experts"][2] for name in EXPERTS)
 
 
 def test_what_has_no_description_is_found(monkeypatch):

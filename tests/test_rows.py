@@ -8,12 +8,14 @@ import torch
 
 import tokenyard as ty
 from tokenyard.duties import Duty, Ledger, Party
-from tokenyard.errors import ContractError
+from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange.checks import check_device
 from tokenyard.formats import Bf16
+from tokenyard.routing import Placement
 from tokenyard.rows import (
     ChoiceRows,
     CombineBuffer,
+    ExpertRows,
     LocalRoutes,
     RankRows,
     ReceivedRows,
@@ -39,10 +41,10 @@ def test_results_in_the_buffer_of_another_batch_are_no_results():
     buffer, other = (CombineBuffer(rows_SH=torch.zeros(3, 4), slots_R=None) for _ in range(2))
     arrived = received(results=buffer)
     assert check_result(placed := buffer.placed(), arrived) is placed
-    rows = ty.ExpertRows(rows_RH=torch.zeros(3, 4))
+    rows = ExpertRows(rows_RH=torch.zeros(3, 4))
     assert check_result(rows, arrived) is rows
     for wrong, batch in ((other.placed(), arrived), (buffer.placed(), received())):
-        with pytest.raises(ty.ContractError, match="combine was given a PlacedRows"):
+        with pytest.raises(ContractError, match="combine was given a PlacedRows"):
             check_result(wrong, batch)
 
 
@@ -56,8 +58,8 @@ def test_results_in_the_buffer_of_another_batch_are_no_results():
     ],
 )
 def test_rows_of_experts_have_the_shape_of_what_arrived(rows, words):
-    with pytest.raises(ty.ContractError, match=r"expected a floating-point tensor \[3, 4\]") as caught:
-        check_expert_rows(ty.ExpertRows(rows_RH=rows), received())
+    with pytest.raises(ContractError, match=r"expected a floating-point tensor \[3, 4\]") as caught:
+        check_expert_rows(ExpertRows(rows_RH=rows), received())
     assert words in str(caught.value)
 
 
@@ -88,7 +90,7 @@ def test_where_rows_must_be(found, wanted, fits):
     if fits:
         check_device("x_TH", torch.device(found), torch.device(wanted))
         return
-    with pytest.raises(ty.InputError, match=f"x_TH is on {found}; expected {wanted}"):
+    with pytest.raises(InputError, match=f"x_TH is on {found}; expected {wanted}"):
         check_device("x_TH", torch.device(found), torch.device(wanted))
 
 
@@ -108,8 +110,8 @@ def test_a_token_all_of_whose_experts_are_lost_keeps_its_weights():
 
 
 def test_placements_in_words():
-    whole = ty.Placement.contiguous(4, 2)
-    one, two = ty.Placement.replicated(whole, {0: [1]}), ty.Placement.replicated(whole, {0: [1], 1: [1]})
+    whole = Placement.contiguous(4, 2)
+    one, two = Placement.replicated(whole, {0: [1]}), Placement.replicated(whole, {0: [1], 1: [1]})
     assert [placement.has_replicas for placement in (whole, one, two, whole.without([0]))] == [
         False,
         True,
@@ -117,7 +119,7 @@ def test_placements_in_words():
         False,
     ]
     assert list(
-        map(str, (whole, one, two, whole.without([0]), one.without([0]), ty.Placement.contiguous(3, 1)))
+        map(str, (whole, one, two, whole.without([0]), one.without([0]), Placement.contiguous(3, 1)))
     ) == [
         "4 experts on 2 ranks, contiguous",
         "4 experts on 2 ranks, 1 replica",
@@ -126,7 +128,7 @@ def test_placements_in_words():
         "4 experts on 1 rank, explicit, 1 lost",
         "3 experts on 1 rank, contiguous",
     ]
-    assert str(ty.Placement.explicit(3, [[2], [0, 1]])) == "3 experts on 2 ranks, explicit"
+    assert str(Placement.explicit(3, [[2], [0, 1]])) == "3 experts on 2 ranks, explicit"
 
 
 LARGE = 2.0**24  # beside it, float32 has no odd numbers

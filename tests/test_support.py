@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from docs.generate import tables
-from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
+from tokenyard import LayerSpec, draft
 from tokenyard.errors import InputError, PlanError
-from tokenyard.experts import ACTIVATIONS
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import ACTIVATIONS, EXPERTS
+from tokenyard.formats import FORMATS
+from tokenyard.routing import SoftmaxRouter
 from tokenyard.support import NO, YES, support_tables
 
 ROOT = Path(__file__).resolve().parents[1]

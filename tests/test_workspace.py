@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tokenyard as ty
 from tests.models import spec
+from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.transports.one_sided.cpu.signals import control_bytes, flag
@@ -20,6 +21,8 @@ from tokenyard.exchange.workspace import (
     as_bytes,
     round_up,
 )
+from tokenyard.formats import Payload
+from tokenyard.group import thread_groups
 
 
 @st.composite
@@ -36,7 +39,7 @@ def layers(draw, name):
         wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8", "mxfp8(alignment=256)", "nvfp4"])),
         combine_wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8", "nvfp4"])),
         payloads=tuple(
-            ty.Payload(name=f"extra{n}", dtype=draw(st.sampled_from([torch.uint8, torch.int64])), width=width)
+            Payload(name=f"extra{n}", dtype=draw(st.sampled_from([torch.uint8, torch.int64])), width=width)
             for n, width in enumerate(draw(st.lists(st.integers(1, 40), max_size=3)))
         ),
     )
@@ -55,7 +58,7 @@ def test_no_region_overlaps_or_overruns_and_the_size_is_the_formula(plan):
     specs, world, in_flight = plan
     drafted = ty.draft(specs, world, exchange="one_sided", in_flight=in_flight)
     exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
-    group = ty.thread_groups(world)[0]
+    group = thread_groups(world)[0]
     layout = SharedMemoryTransport(group, in_flight=in_flight).layout_for(exchange_specs)
 
     regions = [layout.control_region()]
@@ -88,9 +91,9 @@ def test_no_region_overlaps_or_overruns_and_the_size_is_the_formula(plan):
 
 def test_views_of_slots_are_disjoint_and_cover_what_they_declare():
     payloads = [
-        ty.Payload(name="a", dtype=torch.bfloat16, width=5),
-        ty.Payload(name="b", dtype=torch.float32, width=1),
-        ty.Payload(name="c", dtype=torch.uint8, width=3),
+        Payload(name="a", dtype=torch.bfloat16, width=5),
+        Payload(name="b", dtype=torch.float32, width=1),
+        Payload(name="c", dtype=torch.uint8, width=3),
     ]
     layout = SlotLayout.of(payloads, slots=7)
     region = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -103,10 +106,10 @@ def test_views_of_slots_are_disjoint_and_cover_what_they_declare():
 
 
 def test_a_region_that_is_too_small_by_a_byte_is_refused():
-    layout = SlotLayout.of([ty.Payload(name="a", dtype=torch.uint8, width=5)], slots=7)
+    layout = SlotLayout.of([Payload(name="a", dtype=torch.uint8, width=5)], slots=7)
     assert layout.views(torch.zeros(layout.end, dtype=torch.uint8))["a"].shape == (7, 5)
     with pytest.raises(
-        ty.ContractError, match=f"has {layout.end - 1} bytes; expected at least {layout.end}: 7 slots"
+        ContractError, match=f"has {layout.end - 1} bytes; expected at least {layout.end}: 7 slots"
     ):
         layout.views(torch.zeros(layout.end - 1, dtype=torch.uint8))
 
@@ -114,9 +117,9 @@ def test_a_region_that_is_too_small_by_a_byte_is_refused():
 @pytest.mark.parametrize("width", [1, 3, 8, 33])
 def test_packets_come_back_as_they_went(width):
     payloads = [
-        ty.Payload(name="data", dtype=torch.bfloat16, width=width),
-        ty.Payload(name="scales", dtype=torch.uint8, width=1),
-        ty.Payload(name="ids", dtype=torch.int32, width=3),
+        Payload(name="data", dtype=torch.bfloat16, width=width),
+        Payload(name="scales", dtype=torch.uint8, width=1),
+        Payload(name="ids", dtype=torch.int32, width=3),
     ]
     tensors = {
         "data": torch.randn(4, width).bfloat16(),
@@ -166,16 +169,16 @@ def test_flags_order_by_round_and_tell_layers_and_phases_apart():
 
 
 def test_a_region_that_ends_with_its_last_slot_suffices():
-    layout = SlotLayout.of([ty.Payload(name="data", dtype=torch.uint8, width=50)], slots=3)
+    layout = SlotLayout.of([Payload(name="data", dtype=torch.uint8, width=50)], slots=3)
     assert layout.views(torch.zeros(150, dtype=torch.uint8))["data"].shape == (3, 50)
-    with pytest.raises(ty.ContractError, match="has 149 bytes; expected at least 150"):
+    with pytest.raises(ContractError, match="has 149 bytes; expected at least 150"):
         layout.views(torch.zeros(149, dtype=torch.uint8))
 
 
 def test_gaps_of_packets_are_zero():
     payloads = [
-        ty.Payload(name="data", dtype=torch.uint8, width=50),
-        ty.Payload(name="ids", dtype=torch.int32, width=4),
+        Payload(name="data", dtype=torch.uint8, width=50),
+        Payload(name="ids", dtype=torch.int32, width=4),
     ]
     layout = RowLayout.of(payloads)
     tensors = {"data": torch.full((2, 50), 7, dtype=torch.uint8), "ids": torch.ones(2, 4, dtype=torch.int32)}
@@ -185,8 +188,8 @@ def test_gaps_of_packets_are_zero():
 
 @pytest.mark.parametrize("wrong", [torch.ones(2, 4), torch.ones(3, 4).int(), torch.ones(2, 1).int()])
 def test_only_what_a_payload_declares_is_packed(wrong):
-    layout = RowLayout.of([ty.Payload(name="ids", dtype=torch.int32, width=4)])
-    with pytest.raises(ty.InputError, match="'ids'"):
+    layout = RowLayout.of([Payload(name="ids", dtype=torch.int32, width=4)])
+    with pytest.raises(InputError, match="'ids'"):
         layout.pack({"ids": wrong}, 2, torch.device("cpu"))
 
 
@@ -209,7 +212,7 @@ def test_a_row_without_payloads_takes_no_bytes():
 @pytest.mark.parametrize("width", [3, 16, 20])
 def test_gaps_of_packets_are_zero_whatever_stood_there(width):
     """Behind a payload that is shorter than its alignment, as long, and longer."""
-    layout = RowLayout.of([ty.Payload(name="data", dtype=torch.uint8, width=width)])
+    layout = RowLayout.of([Payload(name="data", dtype=torch.uint8, width=width)])
     packets = torch.full((2, layout.stride), 0x41, dtype=torch.uint8)
     layout.write(packets, {"data": torch.ones(2, width, dtype=torch.uint8)})
     assert (packets[:, :width] == 1).all()

@@ -25,11 +25,11 @@ PAGES = (
         about="What a layer is, the plan that all ranks agree on, and the layer that runs. "
         "[A first layer](../guide/first-layer.md) shows them at work.",
         names={
-            "tokenyard": (
-                *("LayerSpec", "plan", "Plan", "join_plan", "MoELayer", "PendingBatch", "overlapped"),
-                *("draft", "Draft", "Wiring", "Duty", "Party", "__version__"),
-            ),
-            "tokenyard.elastic.rebalancing": ("Rebalance",),
+            "tokenyard": ("LayerSpec", "plan", "Plan", "MoELayer", "draft", "__version__"),
+            "tokenyard.layer": ("PendingBatch", "overlapped"),
+            "tokenyard.planning": ("Draft", "Wiring"),
+            "tokenyard.duties": ("Duty", "Party"),
+            "tokenyard.elastic": ("join_plan", "Rebalance"),
             "tokenyard.exchange.stats": ("LayerStats", "MoveStats"),
         },
     ),
@@ -38,8 +38,17 @@ PAGES = (
         title="Groups",
         about="The ranks that exchange, and how they are started. [Groups](../guide/groups.md) is the guide.",
         names={
-            "tokenyard": ("launch", "Group", "ThreadGroup", "thread_groups", "DistributedGroup", "rejoin"),
-            "tokenyard.group": ("make_together", "DEFAULT_DEADLINE", "READMISSION"),
+            "tokenyard": ("launch", "Group", "DistributedGroup"),
+            "tokenyard.group": (
+                *(
+                    "ThreadGroup",
+                    "thread_groups",
+                    "rejoin",
+                    "make_together",
+                    "DEFAULT_DEADLINE",
+                    "READMISSION",
+                ),
+            ),
         },
     ),
     Page(
@@ -48,11 +57,10 @@ PAGES = (
         about="Which experts take a token, and which rank owns an expert. The guide is "
         "[Routing and placement](../guide/routing-and-placement.md).",
         names={
-            "tokenyard": (
-                *("Routes", "Router", "SoftmaxRouter", "TopLogitsRouter", "GroupedSigmoidRouter"),
-                *("SqrtSoftplusRouter", "Placement"),
-            ),
+            "tokenyard": ("Routes",),
             "tokenyard.routing": (
+                *("Router", "SoftmaxRouter", "TopLogitsRouter", "GroupedSigmoidRouter", "SqrtSoftplusRouter"),
+                "Placement",
                 "ROUTERS",
                 "router_class",
                 "is_scaling",
@@ -71,11 +79,11 @@ PAGES = (
         about="Each station of a row has a type of its own. [Concepts](../concepts.md#stations-have-types) shows the "
         "stations in their order.",
         names={
-            "tokenyard": (
-                *("EncodedRows", "Payload", "ReceivedRows", "ExpertRows", "UnfinalizedRows", "CombinedRows"),
-                "RankRows",
+            "tokenyard.formats": ("EncodedRows", "Payload"),
+            "tokenyard.rows": (
+                *("ReceivedRows", "ExpertRows", "UnfinalizedRows", "CombinedRows", "RankRows"),
+                *("LocalRoutes", "RoutingLogits", "ChoiceRows", "CombineBuffer", "PlacedRows"),
             ),
-            "tokenyard.rows": ("LocalRoutes", "RoutingLogits", "ChoiceRows", "CombineBuffer", "PlacedRows"),
         },
     ),
     Page(
@@ -83,8 +91,8 @@ PAGES = (
         title="Formats",
         about="How rows and weights are encoded. [Formats](../guide/formats.md) has their rules and their errors.",
         names={
-            "tokenyard": ("FORMATS", "Format"),
             "tokenyard.formats": (
+                *("FORMATS", "Format"),
                 *("get", "for_dtype", "PlainFormat", "Bf16", "Fp16", "Fp32", "Fp8Block128", "Mxfp8", "Nvfp4"),
                 *("WEIGHT_FORMATS", "weight_format", "WeightFormat", "PlainWeights", "Mxfp4Weights"),
                 *("QuantizedMatrix", "swizzle_scales", "e2m1_to_float32"),
@@ -97,8 +105,9 @@ PAGES = (
         about="What computes on the rows that a rank received. The guide is "
         "[Experts of your own](../guide/experts.md).",
         names={
-            "tokenyard": ("ExpertsSpec", "ExpertWeights", "Experts", "EXPERTS"),
+            "tokenyard": ("ExpertWeights",),
             "tokenyard.experts": (
+                *("ExpertsSpec", "Experts", "EXPERTS"),
                 *("get", "GroupedExperts", "FusedExperts", "ReferenceExperts", "SelfRoutingExperts"),
                 *("ACTIVATIONS", "Activation", "activation"),
             ),
@@ -111,9 +120,8 @@ PAGES = (
         "of their own, do so too. The guides are [Exchanges](../guide/exchanges.md) and "
         "[Batches in flight](../guide/in-flight.md).",
         names={
-            "tokenyard": ("EXCHANGES",),
             "tokenyard.exchange": (
-                *("ALIASES", "resolve", "Exchange", "ExchangeSpec", "RoundTrip"),
+                *("EXCHANGES", "ALIASES", "resolve", "Exchange", "ExchangeSpec", "RoundTrip"),
                 *("Transport", "Pending", "BatchRoutes", "Batch", "Arrival", "received_rows"),
                 *("Results", "ResultsAtHome", "RowsAtHome", "Failure", "Announcements", "Announcement"),
                 *(
@@ -133,8 +141,9 @@ PAGES = (
         title="Checkpoints",
         about="Experts on disk. The guide is [Checkpoints](../guide/checkpoints.md).",
         names={
-            "tokenyard": ("open_checkpoint", "Checkpoint", "open_together", "load_experts"),
+            "tokenyard": ("load_experts",),
             "tokenyard.checkpoints": (
+                *("open_checkpoint", "Checkpoint", "open_together"),
                 *("CheckpointLayer", "StoredTensor", "convert", "Conversion", "ConvertedLayer", "TARGETS"),
                 *("recipe_inner", "CONFIG", "read_json", "text_config", "read_tensors", "write_tensors"),
                 *("declared_layout", "Layout", "PackedMatrix"),
@@ -199,30 +208,20 @@ PAGES = (
         title="Errors",
         about="Each error with its attributes. [Errors](../guide/errors.md) has the messages, and what to do.",
         names={
-            "tokenyard": (
+            "tokenyard": ("TokenyardError", "PeerLost"),
+            "tokenyard.errors": (
                 *(
-                    "TokenyardError",
                     "PlanError",
                     "PlanMismatch",
                     "UnknownName",
                     "InputError",
                     "CheckpointError",
-                ),
-                *(
                     "ContractError",
-                    "HandleError",
-                    "ConcurrentUse",
-                    "WrongProcess",
-                    "GroupError",
-                    "PeerFailed",
-                    "PeerLost",
-                    "PlanBroken",
-                    "Drifted",
-                    "Disagreement",
                 ),
-                *("Corrupted", "RankError"),
+                *("HandleError", "ConcurrentUse", "WrongProcess", "GroupError", "PeerFailed", "PlanBroken"),
+                *("Drifted", "Corrupted", "RankError", "Reason", "Alternative"),
             ),
-            "tokenyard.errors": ("Reason", "Alternative"),
+            "tokenyard.group": ("Disagreement",),
         },
     ),
 )
@@ -230,6 +229,9 @@ PAGES = (
 # Packages of which every exported name is in the reference.
 COMPLETE = (
     "tokenyard",
+    "tokenyard.elastic",
+    "tokenyard.layer",
+    "tokenyard.planning",
     "tokenyard.formats",
     "tokenyard.experts",
     "tokenyard.exchange",

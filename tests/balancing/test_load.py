@@ -4,11 +4,13 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.errors import HandleError
+from tokenyard.routing import SoftmaxRouter
 
 LAYERS = [
     spec("a", num_experts=4),
     spec("b", num_experts=6, top_k=3),
-    spec("c", experts="self_routing", router=ty.SoftmaxRouter(2, renormalize=True)),
+    spec("c", experts="self_routing", router=SoftmaxRouter(2, renormalize=True)),
 ]
 
 
@@ -52,6 +54,6 @@ def without_values(group):
 
 def test_what_reads_no_ids_counts_none_and_says_so():
     for kind, message in on_ranks(2, without_values):
-        assert kind is ty.HandleError
+        assert kind is HandleError
         assert "the load of two_sided on cpu was asked for" in message
         assert "record routes" in message

@@ -14,14 +14,16 @@ from tokenyard.elastic.expert_moves import ExpertMoves, _Autobalance, _together
 from tokenyard.elastic.move_under_way import CALLS_BETWEEN_QUESTIONS
 from tokenyard.elastic.moving import HeldExperts, Parcel, steps, streams, width
 from tokenyard.elastic.rebalancing import Progress, Rebalance, failure_of
+from tokenyard.errors import Drifted, GroupError, HandleError, PeerFailed, PlanBroken, PlanError
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts.slots import ExpertSlots
+from tokenyard.group import thread_groups
 from tokenyard.planning.state import WholePlan
-from tokenyard.routing import Move
+from tokenyard.routing import Move, Placement
 
 
 def placed(*table):
-    return ty.Placement.explicit(1 + max(max(row, default=0) for row in table), table)
+    return Placement.explicit(1 + max(max(row, default=0) for row in table), table)
 
 
 def tables(present, wanted, slots):
@@ -44,9 +46,9 @@ def test_what_frees_a_slot_of_a_full_rank_comes_first():
 
 
 def test_ranks_that_wait_for_each_other_are_named():
-    with pytest.raises(ty.PlanError, match=r"ranks \[0, 1\] have no spare slot"):
+    with pytest.raises(PlanError, match=r"ranks \[0, 1\] have no spare slot"):
         steps(placed([0, 1], [2, 3], [4]), placed([2, 1], [0, 3], [4]), [2, 2, 1])
-    with pytest.raises(ty.PlanError, match="rank 1 is to hold 2 experts, and has memory for 1"):
+    with pytest.raises(PlanError, match="rank 1 is to hold 2 experts, and has memory for 1"):
         steps(placed([0], [1]), placed([0], [1, 0]), [1, 1])
 
 
@@ -122,7 +124,7 @@ def test_all_pieces_of_the_longest_stream_travel(monkeypatch):
     moved, checks = [], []
     monkeypatch.setattr(moving, "PIECE", 16)
     monkeypatch.setattr(moving, "_move_piece", lambda group, piece, read, write: moved.append(piece.number))
-    carrier = moving.Carrier(ty.thread_groups(1)[0])
+    carrier = moving.Carrier(thread_groups(1)[0])
     paths = {"a": [Move(expert=0, source=0, target=1), Move(expert=1, source=1, target=0)]}
     for widths, pieces in (({}, 0), ({"w": 8, "scales": 8}, 1), ({"w": 17, "scales": 15}, 2)):
         moved.clear()
@@ -181,7 +183,7 @@ FULL = OSError("full")
 )
 def test_who_gave_a_move_up_is_told(rank, told, own, due):
     error = failure_of(rank, told, own)
-    assert error is due or (isinstance(error, ty.PeerFailed) and due in str(error))
+    assert error is due or (isinstance(error, PeerFailed) and due in str(error))
 
 
 # -- What ranks tell each other, and when --------------------------------------------------------------------
@@ -225,7 +227,7 @@ def test_ranks_that_have_not_switched_alike_have_drifted_and_a_plan_that_is_gone
     for moves._switches in (3, 2):
         notices.append(announcer.notice())
     error = raised(announcer.noticed, notices)
-    assert isinstance(error, ty.Drifted)
+    assert isinstance(error, Drifted)
     assert "switched placements [3, 2] times" in str(error)
     moves._noticed([notices[1]] * 2)
     del moves, error  # whose traceback holds it
@@ -337,7 +339,7 @@ def test_a_move_waits_for_the_thread_of_the_one_before(started):
     joined, before = [], Rebalance.__new__(Rebalance)
     before._thread = SimpleNamespace(join=lambda: joined.append(1)) if started else None
     carrier = SimpleNamespace(keep=list)
-    move = Rebalance(ty.thread_groups(1)[0], carrier, {}, {}, {}, [], finish=None, after=before)
+    move = Rebalance(thread_groups(1)[0], carrier, {}, {}, {}, [], finish=None, after=before)
     move._run()
     assert (joined, move.error) == ([1] if started else [], None)
 
@@ -409,7 +411,7 @@ def change_under_way(is_last_step=True, refused=False, members=(0, 2, 3), closed
     def check_open():
         calls.append("checked")
         if closed:
-            raise ty.HandleError("the plan is closed", expected="", fix="")
+            raise HandleError("the plan is closed", expected="", fix="")
 
     moves._state.exchange.usability = SimpleNamespace(check_open=check_open)
     next_ranks = SimpleNamespace(refuse=lambda: calls.append("asked") or refused, members=list(members))
@@ -504,7 +506,7 @@ def test_after_a_loss_the_ranks_that_are_left_have_made_equally_many_steps(switc
     moves.settle(SimpleNamespace(gather_json=lambda value, phase: switches))
     assert calls == due
     assert moves.move is None
-    assert [type(error) for error in errors] == [ty.PlanBroken] * due.count("given up")
+    assert [type(error) for error in errors] == [PlanBroken] * due.count("given up")
     moves.settle(SimpleNamespace(gather_json=lambda value, phase: [9]))  # where nothing moves
     assert calls == due
 
@@ -529,7 +531,7 @@ def test_a_change_that_is_given_up_is_refused_counted_and_logged(caplog):
 
     def refuse():
         calls.append("refused")
-        raise ty.GroupError("nobody answers", expected="", fix="")
+        raise GroupError("nobody answers", expected="", fix="")
 
     error = ValueError("no room")
     moves.move = SimpleNamespace(

@@ -10,10 +10,12 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.elastic import moving
 from tokenyard.elastic.move_under_way import CALLS_BETWEEN_QUESTIONS, MoveUnderWay
 from tokenyard.elastic.rebalancing import Progress
+from tokenyard.errors import PlanMismatch
 from tokenyard.exchange.announcement import ignore_notices
 from tokenyard.experts import ReferenceExperts
 from tokenyard.experts.slots import with_spare_slots
-from tokenyard.routing import balance, imbalance, rank_loads
+from tokenyard.planning.planner import state_of
+from tokenyard.routing import Placement, SoftmaxRouter, balance, imbalance, rank_loads
 
 
 def drawn_placement(seed, num_experts, world):
@@ -23,7 +25,7 @@ def drawn_placement(seed, num_experts, world):
     for expert in chance.sample(range(num_experts), num_experts):
         for rank in chance.sample(range(world), chance.choice([1, 1, 2])):
             table[rank].append(expert)
-    return ty.Placement.explicit(num_experts, table)
+    return Placement.explicit(num_experts, table)
 
 
 def outputs(group, layers, exchange, steps, moves, piece=None):
@@ -110,15 +112,15 @@ def in_other_memory(group):
     before_TH = built(*given)
     if group.rank == 1:
         built.experts._apply(torch.clone)
-    fetched, fetch = [], plan._moves.under_way.carrier.fetch
-    plan._moves.under_way.carrier.fetch = lambda held, *rest: (
+    fetched, fetch = [], plan._changing().moves.under_way.carrier.fetch
+    plan._changing().moves.under_way.carrier.fetch = lambda held, *rest: (
         fetched.append(held.memory) or fetch(held, *rest)
     )
     plan.rebalance({"moe": "round_robin"})
     return (
         torch.equal(built(*given), before_TH),
         bool(fetched),
-        plan._moves.under_way.carrier._group is not None,
+        plan._changing().moves.under_way.carrier._group is not None,
     )
 
 
@@ -132,11 +134,11 @@ def memory_of_others(group):
     for placement in ("round_robin", "contiguous"):
         built = build(plan, "moe")
         plan.rebalance({"moe": placement})
-        mapped.append(set(plan._moves.under_way.carrier._mapped))
+        mapped.append(set(plan._changing().moves.under_way.carrier._mapped))
         group.barrier()
         del built
     plan.close()
-    return mapped, plan._moves.under_way.carrier._mapped
+    return mapped, plan._changing().moves.under_way.carrier._mapped
 
 
 def test_memory_of_others_is_mapped_as_long_as_their_layers_are_there():
@@ -153,7 +155,7 @@ def self_routed(group, moves):
     layer = spec(
         num_experts=6,
         experts="self_routing",
-        router=ty.SoftmaxRouter(top_k=2, renormalize=True),
+        router=SoftmaxRouter(top_k=2, renormalize=True),
         spare_experts=4,
         **IN_FP32,
     )
@@ -187,7 +189,7 @@ def swapped(group, layers, moves):
     plan = ty.plan(layers, group)
     built = build(plan, "moe")
     if moves:
-        plan.rebalance({"moe": ty.Placement.explicit(6, [[2, 3], [4, 5], [0, 1]])})
+        plan.rebalance({"moe": Placement.explicit(6, [[2, 3], [4, 5], [0, 1]])})
     return built(*batch(layers[0], 5, seed=1)), plan.stats()["moe"].moves.switches
 
 
@@ -197,7 +199,7 @@ def test_steps_never_lose_an_expert_nor_take_more_memory_than_there_is():
         world = chance.choice([2, 3, 8])
         num_experts = chance.choice([8, 16, 24])
         spare = chance.choice([1, 2, 3])
-        present = ty.Placement.contiguous(num_experts, world)
+        present = Placement.contiguous(num_experts, world)
         slots = [len(row) + spare for row in present.table]
         for _ in range(2):
             load = [1 / (1 + n) ** 1.2 for n in chance.sample(range(num_experts), num_experts)]
@@ -232,7 +234,7 @@ def uneven(group):
 def test_without_placements_uneven_layers_are_balanced_by_their_counts():
     for load, moved, again, same in on_ranks(2, uneven):
         assert list(moved) == ["hot"]
-        assert imbalance(rank_loads(load, ty.Placement.contiguous(8, 2))) == 1.5
+        assert imbalance(rank_loads(load, Placement.contiguous(8, 2))) == 1.5
         assert imbalance(rank_loads(load, moved["hot"])) < 1.2
         assert again == {}
         assert same
@@ -247,11 +249,11 @@ def fails_on_one_rank(group):
     given = batch(built.wiring.spec, 5, seed=group.rank)
     before_TH = built(*given)
     if group.rank == 1:
-        plan.layers.clear()
+        state_of(plan).layers.clear()
     error = raised(plan.rebalance, {"moe": "round_robin"})
-    plan.layers["moe"] = built
+    state_of(plan).layers["moe"] = built
     mismatch = raised(plan.rebalance, {"moe": "round_robin" if group.rank else "contiguous"})
-    wrong = raised(plan.rebalance, {"moe": ty.Placement.contiguous(7, 2)})
+    wrong = raised(plan.rebalance, {"moe": Placement.contiguous(7, 2)})
     return str(error), type(mismatch), str(wrong), torch.equal(before_TH, built(*given))
 
 
@@ -260,7 +262,7 @@ def test_an_error_on_one_rank_leaves_all_on_the_old_placement():
     assert "layer 'moe', rank 1: no MoELayer of this rank has the experts of this layer" in own
     assert "no MoELayer of this rank" in peer
     for mismatch, wrong, same in (first, second):
-        assert mismatch is ty.PlanMismatch
+        assert mismatch is PlanMismatch
         assert "placement" in wrong
         assert same
 
@@ -275,7 +277,7 @@ def fails_in_a_thread(group, wait):
         def broken(*_):
             raise OSError("no memory to map")
 
-        plan._moves.under_way.carrier.fetch = broken
+        plan._changing().moves.under_way.carrier.fetch = broken
     move = plan.rebalance({"moe": "round_robin"}, wait=False)
     during = [str(raised(plan.extend, [])), str(raised(plan.trim)), str(raised(plan.rebalance))]
     errors = []
@@ -307,7 +309,7 @@ def test_an_error_in_the_thread_of_one_rank_leaves_all_on_the_old_placement(wait
 def without_memory(group):
     plan = ty.plan([spec(num_experts=6), spec("more", num_experts=6, spare_experts=1)], group)
     built = [build(plan, name) for name in ("moe", "more")]
-    wanted = ty.Placement.explicit(6, [[0, 1, 2, 3, 4], [5]])
+    wanted = Placement.explicit(6, [[0, 1, 2, 3, 4], [5]])
     return [str(raised(plan.rebalance, {layer.name: wanted})) for layer in built]
 
 
@@ -325,8 +327,8 @@ class Gone(BaseException):
     """This rank ends here."""
 
 
-EVERYWHERE = ty.Placement.replicated(ty.Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})
-WANTED = ty.Placement.replicated(ty.Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
+EVERYWHERE = Placement.replicated(Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})
+WANTED = Placement.replicated(Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
 
 
 def dies_on_the_way(group, stage, wait):
@@ -366,7 +368,7 @@ def dies_in(group, plan, stage):
     if stage == "agreement":
         group.gather_json = end
     elif stage == "copying":
-        plan._moves.under_way.carrier.fetch = end
+        plan._changing().moves.under_way.carrier.fetch = end
     elif stage == "ready":
         conclude = MoveUnderWay._conclude
 
@@ -397,7 +399,7 @@ def hearing_nothing(group):
     before_TH = moe(x_TH, routes)
     plan.exchange.hears_notices, plan.exchange.announcer.noticed = False, ignore_notices
     switched = []
-    for placement in (ty.Placement.round_robin(5, 2), ty.Placement.contiguous(5, 2)):
+    for placement in (Placement.round_robin(5, 2), Placement.contiguous(5, 2)):
         move = plan.rebalance({"moe": placement}, wait=False)
         assert move.wait_for_thread() is Progress.READY
         calls, same = 0, True
@@ -426,12 +428,12 @@ def failing_unheard(group):
     before_TH, placement = moe(x_TH, routes), plan.wiring("moe").exchange_spec.placement
     plan.exchange.hears_notices, plan.exchange.announcer.noticed = False, ignore_notices
     if group.rank == 1:
-        plan._moves.under_way.carrier.fetch = lambda *_: 1 / 0
-    move = plan.rebalance({"moe": ty.Placement.round_robin(5, 2)}, wait=False)
+        plan._changing().moves.under_way.carrier.fetch = lambda *_: 1 / 0
+    move = plan.rebalance({"moe": Placement.round_robin(5, 2)}, wait=False)
     move.wait_for_thread()
     same = all(torch.equal(moe(x_TH, routes), before_TH) for _ in range(2 * CALLS_BETWEEN_QUESTIONS))
     stays = plan.wiring("moe").exchange_spec.placement == placement
-    return same, stays, plan._moves.under_way.move is None, type(move.error).__name__
+    return same, stays, plan._changing().moves.under_way.move is None, type(move.error).__name__
 
 
 def test_all_ranks_give_a_move_up_that_failed_on_one_where_calls_tell_nothing():
@@ -446,7 +448,7 @@ def in_another_form(group):
     built = build(plan, "moe")
     if group.rank == 1:
         built.experts.movable = lambda: {"w13_words": torch.zeros(3, 1), "w2_words": torch.zeros(3, 1)}
-    error = raised(plan.rebalance, {"moe": ty.Placement.round_robin(4, 2)})
+    error = raised(plan.rebalance, {"moe": Placement.round_robin(4, 2)})
     return str(error), plan.local_experts("moe")
 
 
@@ -484,7 +486,7 @@ def after_a_loss(group):
     if group.rank == 1:
         return None
     plan.go_on_without([1])
-    return str(raised(plan.rebalance, {built.name: ty.Placement.contiguous(4, 1)}))
+    return str(raised(plan.rebalance, {built.name: Placement.contiguous(4, 1)}))
 
 
 def test_experts_that_were_lost_cannot_be_moved():
@@ -592,7 +594,7 @@ def served_after_a_move(group):
     layer = build(plan, "moe")
     told, serve = [], plan.exchange.transport.serve
     plan.exchange.transport.serve = lambda specs: (told.extend(s.placement for s in specs), serve(specs))
-    wanted = ty.Placement.round_robin(5, 2)
+    wanted = Placement.round_robin(5, 2)
     plan.rebalance({"moe": wanted})
     return told == [wanted] and layer.wiring.exchange_spec.placement == wanted
 

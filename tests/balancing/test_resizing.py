@@ -8,8 +8,11 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.elastic import moving, resizing
+from tokenyard.elastic import join_plan, moving, resizing, take_over
 from tokenyard.elastic.resizing import placement_with, placement_without
+from tokenyard.errors import GroupError
+from tokenyard.group import rejoin, thread_groups
+from tokenyard.routing import Placement, SoftmaxRouter
 
 SECONDS = 20.0  # in which fresh ranks come
 
@@ -17,10 +20,10 @@ SECONDS = 20.0  # in which fresh ranks come
 def newcomer(address, rank, layers, calls, results, weights=None):
     """A fresh rank: enters the plan, and makes so many calls of each layer."""
     try:
-        group = ty.rejoin(address, rank=rank, seconds=SECONDS)
-        plan = ty.join_plan(layers, group, seconds=SECONDS)
-        built = [ty.MoELayer(plan, layer.name, plan.empty_weights(layer.name)) for layer in layers]
-        plan.take_over(seconds=SECONDS)
+        group = rejoin(address, rank=rank, seconds=SECONDS)
+        plan = join_plan(layers, group, seconds=SECONDS)
+        built = [plan.layer(layer.name) for layer in layers]
+        take_over(plan, seconds=SECONDS)
         results[rank] = [
             (module(*batch(layer, 4, seed=rank)), plan.local_experts(layer.name))
             for _ in range(calls)
@@ -137,9 +140,9 @@ def come_and_go(group, exchange):
     address = group.gather_json(within and within.address)[0]
     given = batch(layer, 5, seed=group.rank)
     if within is None:
-        plan = ty.join_plan([layer], ty.rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
-        plan.take_over()
+        plan = join_plan([layer], rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
+        built = plan.layer("moe")
+        take_over(plan)
         first_TH = built(*given)
     else:
         plan = ty.plan([layer], within, exchange=exchange)
@@ -187,7 +190,7 @@ def test_hosts_experts_that_route_by_themselves_and_watched_plans_shrink():
         torch.testing.assert_close(built(*rows), before_TH)
         return plan.local_experts("moe")
 
-    router = ty.SoftmaxRouter(top_k=2, renormalize=True)
+    router = SoftmaxRouter(top_k=2, renormalize=True)
     for exchange, fields, paranoid, hosts in (
         ("hierarchical", {}, False, 2),
         ("two_sided", {}, False, 2),
@@ -210,13 +213,13 @@ def grown_into(group, larger, results):
 
 
 def test_a_plan_grows_into_a_group_that_somebody_else_has_made():
-    larger, results = ty.thread_groups(3, name="larger"), []
+    larger, results = thread_groups(3, name="larger"), []
     layer = spec(sum="choices", num_experts=6)
 
     def come():
-        plan = ty.join_plan([layer], larger[2], seconds=SECONDS)
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
-        results.append(raised(plan.take_over, seconds=SECONDS))
+        plan = join_plan([layer], larger[2], seconds=SECONDS)
+        built = plan.layer("moe")
+        results.append(raised(take_over, plan, seconds=SECONDS))
         results.append(len(built(*batch(layer, 5, seed=2))))
 
     fresh = threading.Thread(target=come)
@@ -231,7 +234,7 @@ def shared_before(group):
     plan = ty.plan([spec(num_experts=6, spare_experts=6)], group)
     built, groups, exchanges = build(plan, "moe"), [], []
     plan.rebalance({built.name: "round_robin"})
-    carrier = plan._moves.under_way.carrier
+    carrier = plan._changing().moves.under_way.carrier
     carried_by, was_mapped = carrier._found(), bool(carrier._mapped)
     for _ in range(2):
         groups.append(plan.group)
@@ -242,7 +245,7 @@ def shared_before(group):
             return None
     groups.append(plan.group)
     assert "have switched placements [1] times" in str(raised(plan.exchange.announcer.noticed, [1 << 2]))
-    assert plan._moves.under_way.carrier._of is plan.group
+    assert plan._changing().moves.under_way.carrier._of is plan.group
     closed = ["is closed" in str(raised(each.barrier)) for each in (carried_by, *groups[:-1])]
     plan.close()
     closed.append("is closed" in str(raised(groups[-1].barrier)))
@@ -299,7 +302,7 @@ def test_placements_keep_every_expert_and_stay_even():
     for world in (1, 2, 3, 5):
         for experts in (1, 4, 7, 16):
             for count in (1, 2, 3):
-                grown = placement_with(ty.Placement.round_robin(experts, world), count)
+                grown = placement_with(Placement.round_robin(experts, world), count)
                 sizes = [len(row) for row in grown.table]
                 assert grown.world == world + count
                 assert max(sizes) - min(sizes) <= 1
@@ -307,7 +310,7 @@ def test_placements_keep_every_expert_and_stay_even():
                     back = placement_without(grown, [0], [experts] * grown.world)
                     assert back.table[0] == ()
                     assert back.lost_experts == []
-    twice = ty.Placement.replicated(ty.Placement.contiguous(4, 2), {e: [e // 2 ^ 1] for e in range(4)})
+    twice = Placement.replicated(Placement.contiguous(4, 2), {e: [e // 2 ^ 1] for e in range(4)})
     assert placement_with(twice, 1).table == ((0, 1, 2), (2, 3, 0), (3, 1))
     assert placement_without(placement_with(twice, 1), [2], [5, 5, 5]).table == (
         (0, 1, 2, 3),
@@ -326,13 +329,13 @@ def test_placements_keep_every_expert_and_stay_even():
     ],
 )
 def test_copies_of_experts_are_kept_where_a_slot_stays_spare(slots, after):
-    present = ty.Placement.explicit(3, [[0, 1, 2], [0, 1], [0]])
+    present = Placement.explicit(3, [[0, 1, 2], [0, 1], [0]])
     assert placement_without(present, [0], slots).table == after
 
 
 # -- Losses ------------------------------------------------------------------------------------------------
 
-TWICE = ty.Placement.replicated(ty.Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})
+TWICE = Placement.replicated(Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})
 
 
 def one_is_behind(group):
@@ -449,17 +452,17 @@ def fails_alone(group, what):
         within = group
     elif group.rank == 2:  # the memory of others is not there any more
         moving.map_memory = lambda address: open("/nowhere")  # noqa: SIM115
-        plan = ty.join_plan([layer], ty.rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
+        plan = join_plan([layer], rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
+        built = plan.layer("moe")
         started = time.monotonic()
-        error = raised(plan.take_over, seconds=SECONDS)
+        error = raised(take_over, plan, seconds=SECONDS)
         return type(error).__name__, str(error), time.monotonic() - started
     plan = ty.plan([layer], within)
     built = build(plan, "moe")
     given = batch(layer, 5, seed=group.rank)
     before_TH = built(*given)
     if what == "shrink" and group.rank == 1:
-        silent = ty.GroupError("the store does not answer", expected="an answer", fix="wait", rank=1)
+        silent = GroupError("the store does not answer", expected="an answer", fix="wait", rank=1)
 
         def subgroup(ranks, **options):
             raise silent
@@ -468,7 +471,7 @@ def fails_alone(group, what):
     started = time.monotonic()
     error = raised(plan.grow, 1, seconds=SECONDS) if what == "grow" else raised(plan.shrink, [0])
     waited = time.monotonic() - started
-    plan._moves.under_way.last_move._thread.join()
+    plan._changing().moves.under_way.last_move._thread.join()
     assert torch.equal(built(*given), before_TH)
     return type(error).__name__, str(error), waited
 

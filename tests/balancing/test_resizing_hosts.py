@@ -9,7 +9,8 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
-from tokenyard.group import threads
+from tokenyard.elastic import join_plan, take_over
+from tokenyard.group import rejoin, threads
 
 SECONDS = 20.0  # in which fresh ranks come
 
@@ -27,10 +28,10 @@ def due(plan, given, rank):
 def newcomer(address, rank, results):
     """A fresh rank: enters the plan, and makes three calls."""
     try:
-        group = ty.rejoin(address, rank=rank, seconds=SECONDS)
-        plan = ty.join_plan([layer_spec()], group, seconds=SECONDS)
-        built, given = ty.MoELayer(plan, "moe", plan.empty_weights("moe")), batch(layer_spec(), 4, seed=rank)
-        plan.take_over(seconds=SECONDS)
+        group = rejoin(address, rank=rank, seconds=SECONDS)
+        plan = join_plan([layer_spec()], group, seconds=SECONDS)
+        built, given = plan.layer("moe"), batch(layer_spec(), 4, seed=rank)
+        take_over(plan, seconds=SECONDS)
         results[rank] = [torch.equal(built(*given), due(plan, given, rank)) for _ in range(3)]
         group.leave("it has returned")
     except BaseException as error:

@@ -15,6 +15,8 @@ from tokenyard.elastic.joining import Joining
 from tokenyard.elastic.moving import not_held
 from tokenyard.elastic.rebalancing import Progress, Rebalance
 from tokenyard.elastic.resizing import GO, STAY, NextGroup, StayCheck, check_grown
+from tokenyard.errors import InputError, PeerFailed
+from tokenyard.group import thread_groups
 
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
 
@@ -53,7 +55,7 @@ def called(*names, result=None, **others):
 
 
 def a_move(steps=({"moe": None},), carrier=None, next_ranks=None):
-    group, finished = ty.thread_groups(1)[0], []
+    group, finished = thread_groups(1)[0], []
     move = Rebalance(
         group, carrier, {"moe": None}, {}, {}, steps, finish=finished.append, next_ranks=next_ranks
     )
@@ -161,7 +163,7 @@ def test_a_thread_ends_with_the_process_and_is_not_started_where_nothing_moves()
     assert nothing.is_done
 
 
-@pytest.mark.parametrize("error", [LOST, ty.PeerFailed(1, "full", phase="moving experts"), OSError("full")])
+@pytest.mark.parametrize("error", [LOST, PeerFailed(1, "full", phase="moving experts"), OSError("full")])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_thread_that_fails_gives_back_what_it_shared_and_says_so(error, grows):
     carrier, carried = called("abandon", "close")
@@ -267,7 +269,7 @@ def test_fresh_ranks_are_waited_for_where_there_are_any(patience, due):
 
 def test_who_fails_says_so_and_the_others_stop_waiting_for_it_to_come(monkeypatch):
     monkeypatch.setattr(resizing, "_LOOK", 0.0)
-    pair = ty.thread_groups(2)
+    pair = thread_groups(2)
     for change, answer in enumerate([None, GO, STAY, "failed", LOST]):
         question = f"plan 1, change {change}"
         check = StayCheck(pair[0], question)
@@ -344,7 +346,7 @@ def test_others_are_waited_for_a_deadline_at_most_when_this_rank_has_switched():
 )
 def test_a_rank_that_no_longer_holds_its_experts_is_lost(number, is_lost):
     """Its process has ended, or another file stands there; where it may not be opened, it is there."""
-    group = ty.thread_groups(3)[2]
+    group = thread_groups(3)[2]
     lost = not_held(group, 1, OSError(number, "the reason"))
     assert isinstance(lost, ty.PeerLost) == is_lost
     if is_lost:
@@ -368,13 +370,13 @@ def test_the_first_word_stands_and_is_asked_for_once():
 
 
 def test_a_group_to_grow_into_begins_with_the_present_ranks():
-    pair = ty.thread_groups(2)
-    (alone,) = ty.thread_groups(1)
+    pair = thread_groups(2)
+    (alone,) = thread_groups(1)
     assert check_grown(pair[0], alone) == 1
     assert check_grown(3, alone) == 3
     for wrong in (alone, pair[1], 0, True, 1.0):  # as many ranks, another rank, no number of ranks
-        assert isinstance(raised(check_grown, wrong, alone), ty.InputError), wrong
-    assert isinstance(raised(check_grown, alone, pair[0]), ty.InputError)
+        assert isinstance(raised(check_grown, wrong, alone), InputError), wrong
+    assert isinstance(raised(check_grown, alone, pair[0]), InputError)
 
 
 # -- Fresh ranks ---------------------------------------------------------------------------------------------
@@ -455,7 +457,7 @@ def test_a_fresh_rank_serves_if_the_others_take_it_in(answer, monkeypatch):
 
 def test_a_fresh_rank_that_fails_lets_the_others_go_on(monkeypatch):
     carrier, carried = called("close")
-    said, group = {}, ty.thread_groups(3)[2]
+    said, group = {}, thread_groups(3)[2]
     group.decide = said.setdefault
 
     class Fails(Copied):

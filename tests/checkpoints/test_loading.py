@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import references
 from tests.checkpoints.small import Small, same_bits, save
-from tokenyard import Disagreement, LayerSpec, MoELayer, PeerFailed, Placement, Routes, launch, plan
+from tokenyard import LayerSpec, MoELayer, Routes, launch, plan
 from tokenyard.checkpoints import load_experts, open_checkpoint, open_together
-from tokenyard.errors import CheckpointError, InputError
+from tokenyard.errors import CheckpointError, InputError, PeerFailed
 from tokenyard.formats import QuantizedMatrix
+from tokenyard.group import Disagreement
+from tokenyard.routing import Placement
 
 MODEL = Small(num_experts=7)
 

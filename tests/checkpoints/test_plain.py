@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from tests.checkpoints.small import NAMES, Small, same_bits, save
-from tokenyard import Placement, launch
+from tokenyard import launch
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.checkpoints.files import open_files
 from tokenyard.errors import CheckpointError
+from tokenyard.routing import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 

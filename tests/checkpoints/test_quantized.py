@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.checkpoints import references
 from tests.checkpoints.small import Small, Written, same_bits, save
-from tokenyard import Placement, launch
+from tokenyard import launch
 from tokenyard.checkpoints import declared_layout, open_checkpoint
 from tokenyard.checkpoints.compressed_tensors import (
     CompressedInt4,
@@ -22,6 +22,7 @@ from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, ModelOptNvfp4
 from tokenyard.experts import ExpertsSpec, ExpertWeights, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.integrations.huggingface import layers_from_config
+from tokenyard.routing import Placement
 
 COMPRESSED = list(references.FORMATS)
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}

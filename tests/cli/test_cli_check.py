@@ -6,11 +6,12 @@ import pytest
 import torch
 from rich.progress import Progress
 
-import tokenyard as ty
 from tests.cli.runner import call, call_json
 from tokenyard.cli import check
 from tokenyard.conformance import suites
+from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
+from tokenyard.formats import FORMATS
 
 MUTANTS = "tests.conformance.mutants"
 BRIEF = ("--ranks", "threads", "--rounds", 1)
@@ -27,13 +28,13 @@ def test_everything_on_threads(monkeypatch):
     assert document["cases"] == 36
     assert document["large_share"] >= 0.25
     cells = {(cell["exchange"], cell["wire"]): cell for cell in document["cells"]}
-    assert set(cells) == {(exchange, wire) for exchange in ty.EXCHANGES for wire in ty.FORMATS}
+    assert set(cells) == {(exchange, wire) for exchange in EXCHANGES for wire in FORMATS}
     assert all(cell["passed"] == cell["total"] > 0 for cell in cells.values())
     assert sum(document["histogram"]["W"].values()) == 36
     checked = {(entry["kind"], entry["name"]) for entry in document["checks"]}
     assert checked == {
-        *(("exchange", name) for name in ty.EXCHANGES),
-        *(("format", name) for name in ty.FORMATS),
+        *(("exchange", name) for name in EXCHANGES),
+        *(("format", name) for name in FORMATS),
         *(("experts", name) for name in EXPERTS if name != "fused"),
     }
     # What does not run here is not checked, and that is said.
@@ -44,9 +45,9 @@ def test_everything_on_threads(monkeypatch):
 
 def test_exchanges_that_move_no_rows_on_a_gpu_are_left_out_there_and_named(monkeypatch):
     not_running = import_module("tokenyard.cli.check")._not_running
-    assert not_running(list(ty.EXCHANGES.values()), "cuda") == {}
-    monkeypatch.setattr(ty.EXCHANGES["hierarchical"], "devices", ("cpu",))
-    skipped = not_running(list(ty.EXCHANGES.values()), "cuda")
+    assert not_running(list(EXCHANGES.values()), "cuda") == {}
+    monkeypatch.setattr(EXCHANGES["hierarchical"], "devices", ("cpu",))
+    skipped = not_running(list(EXCHANGES.values()), "cuda")
     assert set(skipped) == {"hierarchical"}
     assert "hierarchical serves rows on cpu, and rows are on cuda" in skipped["hierarchical"]
 

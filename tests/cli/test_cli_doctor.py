@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.cli.runner import call, call_json
-from tokenyard import EXCHANGES, FORMATS
 from tokenyard.cli import doctor as module
+from tokenyard.exchange import EXCHANGES
+from tokenyard.formats import FORMATS
 
 
 def test_this_machine_is_fit():

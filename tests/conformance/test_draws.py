@@ -2,15 +2,15 @@
 
 import pytest
 
-import tokenyard as ty
 from tests.conformance import mutants
 from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, histogram, is_large
 from tokenyard.conformance.suites import check_cases
 from tokenyard.errors import InputError, Reason
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS
 
 CASES = [draw_case(seed, large=seed % 4 == 0) for seed in range(3000)]
 
@@ -28,9 +28,9 @@ def test_large_ones_are_large():
 
 
 def test_every_choice_is_reached():
-    assert reached("exchange") == set(ty.EXCHANGES)
-    assert reached("wire") >= {None, *ty.FORMATS, "mxfp8(alignment=256)", "nvfp4(global_scale=8.0)"}
-    assert reached("combine_wire") == {None, *ty.FORMATS}
+    assert reached("exchange") == set(EXCHANGES)
+    assert reached("wire") >= {None, *FORMATS, "mxfp8(alignment=256)", "nvfp4(global_scale=8.0)"}
+    assert reached("combine_wire") == {None, *FORMATS}
     assert reached("expert_rows") >= {None, "mxfp8", "nvfp4", "fp8_block128"}
     assert reached("activation") == set(ACTIVATIONS)
     assert reached("placement") == {"contiguous", "round_robin", "replicas", "shuffled"}
@@ -93,8 +93,8 @@ def test_the_work_of_a_case_is_capped():
 
 def test_cells_take_turns_and_a_quarter_is_large():
     cells = [
-        (ty.EXCHANGES["two_sided"], "bf16", "threads"),
-        (ty.EXCHANGES["allgather"], "nvfp4", "processes"),
+        (EXCHANGES["two_sided"], "bf16", "threads"),
+        (EXCHANGES["allgather"], "nvfp4", "processes"),
     ]
     drawn = draw_cases(80, 3, cells)
     assert [cell for cell, _ in drawn] == [0, 1] * 40

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.conformance import mutants
 from tests.exchange.interpreter import install, only_without_gpu
 from tokenyard.conformance.suites import (
@@ -16,25 +15,27 @@ from tokenyard.conformance.suites import (
     check_format,
 )
 from tokenyard.errors import InputError, UnknownName
+from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
+from tokenyard.formats import FORMATS
 
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
 
 
 @pytest.mark.parametrize(("ranks", "world"), [("threads", 4), ("processes", 3)])
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_every_exchange_passes(exchange, ranks, world):
     results = check_exchange(exchange, ranks=ranks, world=world, rounds=20)
     assert [result.check for result in results] == list(EXCHANGE_CHECKS)
     assert_passed(results)
 
 
-@pytest.mark.parametrize("exchange", [*ty.EXCHANGES, "local"])
+@pytest.mark.parametrize("exchange", [*EXCHANGES, "local"])
 def test_every_exchange_passes_on_one_rank(exchange):
     assert_passed(check_exchange(exchange, world=1, rounds=5))
 
 
-@pytest.mark.parametrize("format", [*ty.FORMATS, *SPELLINGS])
+@pytest.mark.parametrize("format", [*FORMATS, *SPELLINGS])
 def test_every_format_passes(format):
     results = check_format(format)
     assert [result.check for result in results] == list(FORMAT_CHECKS)

@@ -2,17 +2,17 @@
 
 from hypothesis import strategies as st
 
-import tokenyard as ty
 from tokenyard.conformance.cases import Case
-from tokenyard.exchange import resolve
+from tokenyard.exchange import EXCHANGES, resolve
 from tokenyard.experts import ACTIVATIONS
+from tokenyard.formats import FORMATS
 
 # Multiply-adds that the reference experts may do in one case, on all ranks together.
 _MOST_PRODUCTS = 3_000_000
 
 
 @st.composite
-def cases(draw, large, max_world=8, exchanges=tuple(ty.EXCHANGES)):
+def cases(draw, large, max_world=8, exchanges=tuple(EXCHANGES)):
     """A case; a *large* one has W ≥ 4, H ≥ 2048 and not the same number of tokens on each rank."""
     world = draw(st.integers(4, max_world) if large else st.integers(1, max_world))
     hidden_size = draw(
@@ -29,8 +29,8 @@ def cases(draw, large, max_world=8, exchanges=tuple(ty.EXCHANGES)):
     if large and len(set(tokens)) == 1:
         tokens[-1] += 1
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]))
-    wires = [None, *(n for n, f in ty.FORMATS.items() if f().carries(_torch(dtype)) is None)]
-    ways_back = [None, *(n for n, f in ty.FORMATS.items() if f().returns(_torch(dtype)) is None)]
+    wires = [None, *(n for n, f in FORMATS.items() if f().carries(_torch(dtype)) is None)]
+    ways_back = [None, *(n for n, f in FORMATS.items() if f().returns(_torch(dtype)) is None)]
     wire = draw(st.sampled_from([*wires, "mxfp8(alignment=256)", "nvfp4(global_scale=8.0)"]))
     plain_wire = wire in (None, "bf16", "fp16", "fp32")
     exchange = draw(st.sampled_from(exchanges))

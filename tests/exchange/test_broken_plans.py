@@ -1,6 +1,7 @@
 """A plan that has lost a rank, or was interrupted while it waited, gives no result any more, on any exchange."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,15 @@ from tests.faults import late
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import Drifted, HandleError, PlanBroken
 from tokenyard.exchange import AllgatherTransport, Pending, SharedMemoryTransport, TwoSidedTransport
 from tokenyard.exchange.passes import TooManyRows
 from tokenyard.exchange.usability import Usability
 from tokenyard.experts import ReferenceExperts
+from tokenyard.group import thread_groups
 from tokenyard.integrations.flashinfer import MoeAlltoAll
+from tokenyard.planning import gather_stats
+from tokenyard.rows import ExpertRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather"])
@@ -102,8 +107,7 @@ def later_calls(group, exchange):
         "combine": lambda: plan.exchange.combine(flight, result),
         "extend": lambda: plan.extend([spec("more")]),
         "trim": plan.trim,
-        "warmup": plan.warmup,
-        "gather_stats": plan.gather_stats,
+        "gather_stats": partial(gather_stats, plan),
     }
     errors = {name: raised(call) for name, call in calls.items()}
     plan.go_on_without([1])
@@ -118,7 +122,7 @@ def test_everything_that_a_broken_plan_is_asked_says_so_until_it_goes_on_without
     first, errors, right = ty.launch(2, later_calls, exchange, deadline=20)[0]
     assert type(first) is ty.PeerLost
     assert "plan can go on without it: `plan.go_on_without([1])`" in str(first)  # it has returned
-    assert {name: type(error) for name, error in errors.items()} == dict.fromkeys(errors, ty.PlanBroken)
+    assert {name: type(error) for name, error in errors.items()} == dict.fromkeys(errors, PlanBroken)
     assert "the plan is broken: rank 1 did not arrive in combine" in str(errors["layer"])
     assert "plan.readmit([1])" in errors["layer"].fix
     assert right
@@ -213,7 +217,7 @@ def test_a_plan_that_cannot_tell_of_what_it_gave_up_is_broken(exchange, error, w
         def fail(self, failure):
             raise error
 
-    plan = ty.plan([spec("moe", experts="reference")], ty.thread_groups(1)[0], exchange=Cut, in_flight=2)
+    plan = ty.plan([spec("moe", experts="reference")], thread_groups(1)[0], exchange=Cut, in_flight=2)
     built, wiring = build(plan, "moe"), plan.wiring("moe")
     x_TH, routes = batch(spec("moe"), 3)
     flights = []
@@ -230,7 +234,7 @@ def test_a_plan_that_cannot_tell_of_what_it_gave_up_is_broken(exchange, error, w
     with pytest.raises(type(error)):
         plan.exchange.combine(flights[0], built.experts(flights[0].received))
     broken = raised(built, x_TH, routes)
-    assert isinstance(broken, ty.PlanBroken)
+    assert isinstance(broken, PlanBroken)
     assert why in str(broken)
 
 
@@ -290,11 +294,11 @@ def different_plans(group, exchange):
 def test_ranks_in_different_plans_have_drifted_and_hear_it_at_once(ranks, exchange):
     for good, error, waited, later in ty.launch(3, different_plans, exchange, ranks=ranks, deadline=30):
         assert good == [3, 3]
-        assert type(error) is ty.Drifted, error
+        assert type(error) is Drifted, error
         assert "of another plan" in str(error)
         assert waited < 15
         if exchange == "one_sided":  # whose flags stand in the memory of each plan
-            assert [type(one) for one in later] == [ty.PlanBroken] * 2
+            assert [type(one) for one in later] == [PlanBroken] * 2
             assert "the ranks were in different plans" in str(later[0])
 
 
@@ -303,7 +307,7 @@ def test_ranks_in_different_plans_have_drifted_and_hear_it_at_once(ranks, exchan
     [
         (ty.PeerLost([1], phase="dispatch", waited=1.0), True),
         (KeyboardInterrupt(), True),
-        (ty.Drifted("elsewhere", expected="here", fix="none"), False),  # the others have answered
+        (Drifted("elsewhere", expected="here", fix="none"), False),  # the others have answered
         (TooManyRows(9), False),
     ],
 )
@@ -327,19 +331,19 @@ def test_the_first_cause_is_kept_and_a_plan_that_is_closed_says_so():
     causes = [ty.PeerLost([rank], phase="dispatch", waited=1.0) for rank in (1, 2)]
     for cause in causes:
         usability.break_by(cause)
-    assert isinstance(usability.mark_broken_by_drift(), ty.PlanBroken)
+    assert isinstance(usability.mark_broken_by_drift(), PlanBroken)
     assert usability.broken_by is causes[0]
-    assert isinstance(raised(usability.check), ty.PlanBroken)
+    assert isinstance(raised(usability.check), PlanBroken)
     assert raised(usability.check_open) is None
     parted.mark_broken_by_drift()
-    assert isinstance(parted.broken_by, ty.Drifted)
+    assert isinstance(parted.broken_by, Drifted)
     usability.close()
-    assert type(raised(usability.check)) is type(raised(usability.check_open)) is ty.HandleError
+    assert type(raised(usability.check)) is type(raised(usability.check_open)) is HandleError
 
 
 def test_after_a_loss_nothing_is_sent_by_hand_either():
     layer = spec(top_k=1)
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", in_flight=2, max_rows=2)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided", in_flight=2, max_rows=2)
     exchange, wired = plan.exchange, plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 3)
     rows, send = wired.wire.encode(x_TH), exchange.transport.send
@@ -352,11 +356,11 @@ def test_after_a_loss_nothing_is_sent_by_hand_either():
     exchange.transport.send = lambda batch: Pending(lose)
     assert type(raised(exchange.dispatch, wired, rows, routes)) is ty.PeerLost
     exchange.transport.send = send
-    results = ty.ExpertRows(rows_RH=torch.zeros(2, layer.hidden_size))
+    results = ExpertRows(rows_RH=torch.zeros(2, layer.hidden_size))
     for call, *given in (
         (exchange.dispatch, wired, rows, routes),
         (exchange.dispatch_next, arrival),
         (exchange.combine, arrival, results),
         (exchange.refuse, arrival, ValueError("no")),
     ):
-        assert isinstance(raised(call, *given), ty.PlanBroken)
+        assert isinstance(raised(call, *given), PlanBroken)

@@ -11,11 +11,14 @@ import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import PlanError
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.batch import BatchRoutes
 from tokenyard.planning.wiring import wire_layer
-from tokenyard.rows import ChoiceRows, UnfinalizedRows
+from tokenyard.routing import Placement
+from tokenyard.rows import ChoiceRows, ExpertRows, UnfinalizedRows
 
-RETURNING = [name for name, cls in ty.EXCHANGES.items() if cls.returns_choices]
+RETURNING = [name for name, cls in EXCHANGES.items() if cls.returns_choices]
 
 
 def drawn_batches(layer, tokens, seed, gaps):
@@ -54,9 +57,9 @@ def placements(draw, num_experts, world):
         return draw(st.sampled_from(["contiguous", "round_robin"]))
     owners = draw(st.lists(st.integers(0, world - 1), min_size=num_experts, max_size=num_experts))
     table = [[e for e, owner in enumerate(owners) if owner == rank] for rank in range(world)]
-    base = ty.Placement.explicit(num_experts, table)
+    base = Placement.explicit(num_experts, table)
     copies = {e: [(owner + 1) % world] for e, owner in enumerate(owners) if world > 1 and draw(st.booleans())}
-    return ty.Placement.replicated(base, copies)
+    return Placement.replicated(base, copies)
 
 
 @settings(max_examples=30, deadline=None)
@@ -113,7 +116,7 @@ def before_and_after_a_loss(group, layer, batches):
 
 def test_a_loss_with_replicas_changes_no_bit():
     everywhere = {expert: [(expert + 1) % 3] for expert in range(6)}
-    placed = ty.Placement.replicated(ty.Placement.round_robin(6, 3), everywhere)
+    placed = Placement.replicated(Placement.round_robin(6, 3), everywhere)
     layer = spec(sum="choices", num_experts=6, top_k=4, placement=placed)
     batches = drawn_batches(layer, (7, 5, 3), 2, 0.2)
     for before_TH, after_TH in on_ranks(3, before_and_after_a_loss, layer, batches)[:2]:
@@ -180,7 +183,7 @@ def test_unfinalized_rows_are_weighted_in_the_order_of_choices():
 
 def test_an_exchange_that_sums_on_the_way_refuses():
     with pytest.raises(
-        ty.PlanError, match=r"sum=choices: hierarchical \(HierarchicalTransport\) sums"
+        PlanError, match=r"sum=choices: hierarchical \(HierarchicalTransport\) sums"
     ) as caught:
         ty.draft([spec(sum="choices")], 4, exchange="hierarchical")
     assert "exchange=" in str(caught.value)
@@ -192,7 +195,7 @@ def test_grouped_experts_on_gpus_refuse():
         layer,
         index=0,
         world=2,
-        exchange=ty.EXCHANGES["two_sided"],
+        exchange=EXCHANGES["two_sided"],
         max_tokens=None,
         device=torch.device("cuda"),
     )
@@ -207,7 +210,7 @@ def wrong_results(group, sum):
     x_TH, routes = batch(plan.wiring("moe").spec, 4)
     answers = []
     for result in (
-        ty.ExpertRows(rows_RH=torch.zeros(4, 32)),
+        ExpertRows(rows_RH=torch.zeros(4, 32)),
         ChoiceRows(rows_NH=torch.zeros(8, 32)),
         ChoiceRows(rows_NH=torch.zeros(8, 31)),
         ChoiceRows(rows_NH=torch.zeros(8, 32, dtype=torch.int32)),
@@ -231,7 +234,7 @@ def test_a_result_that_is_summed_otherwise_than_planned_is_refused():
 
 def test_choices_of_a_rank_are_in_their_order_however_many_there_are():
     """torch keeps the order of equal numbers only if it is asked to, and of a few without being asked."""
-    placement = ty.Placement(num_experts=3, table=((0, 1), (2,)))
+    placement = Placement(num_experts=3, table=((0, 1), (2,)))
     ids_TK = torch.randint(-1, 3, (300, 4), generator=torch.Generator().manual_seed(1))
     routes = BatchRoutes(
         spec=SimpleNamespace(placement=placement),

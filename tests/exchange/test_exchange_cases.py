@@ -10,10 +10,11 @@ from tests.models import batch, build, spec
 from tokenyard.conformance.cases import Case, random_weights, run_case, same_bits
 from tokenyard.conformance.draws import hosts_for
 from tokenyard.conformance.twin import twin
+from tokenyard.exchange import EXCHANGES
 
 
 def hosts_of(case):
-    return hosts_for(ty.EXCHANGES[case.exchange], case.world)
+    return hosts_for(EXCHANGES[case.exchange], case.world)
 
 
 def run_one(group, case):
@@ -70,7 +71,7 @@ def test_any_layer_on_process_ranks(part):
                 assert outcome.passed, f"rank {rank}, {case}: {outcome}"
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_sixty_four_thread_ranks(exchange):
     tokens = tuple(rank % 3 for rank in range(64))
     check(
@@ -79,7 +80,7 @@ def test_sixty_four_thread_ranks(exchange):
     )
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ranks):
     tokens = (5, 0, 3, 0, 0, 9, 1, 0)
@@ -89,7 +90,7 @@ def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ra
 
 
 # Uneven ranks and an empty one, ids of -1, and widths that are padded; the second scale saturates some results.
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("combine_wire", ["nvfp4", "nvfp4(global_scale=2000.0)"])
 def test_results_come_home_in_four_bits(exchange, combine_wire):
     for hidden_size, routes in ((100, "gaps"), (33, "duplicates"), (1, "uniform")):
@@ -115,11 +116,11 @@ def sums_with_other_terms(group, exchange):
     return same_bits(y_TH, twin_TH + 3 * x_TH + residual_TH)  # float32: the twin's sum was not rounded
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_other_terms_are_added_to_results_of_four_bits(exchange):
     assert all(ty.launch(3, sums_with_other_terms, exchange))
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_all_ranks_are_idle(exchange):
     check(Case(tokens=(0, 0, 0), hidden_size=16, exchange=exchange), "processes")

@@ -10,16 +10,22 @@ import torch
 import tokenyard as ty
 from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.errors import InputError, PeerFailed
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.batch import UnencodedRows
+from tokenyard.experts import EXPERTS
+from tokenyard.formats import FORMATS, Payload
+from tokenyard.routing import Placement
+from tokenyard.rows import ExpertRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 watched_and_not = pytest.mark.parametrize(
-    ("exchange", "paranoid"), [*((name, False) for name in ty.EXCHANGES), *((name, True) for name in WATCHED)]
+    ("exchange", "paranoid"), [*((name, False) for name in EXCHANGES), *((name, True) for name in WATCHED)]
 )
 
-TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
-BLOB = ty.Payload(name="blob", dtype=torch.uint8, width=5)
+TAG = Payload(name="tag", dtype=torch.int64, width=2)
+BLOB = Payload(name="blob", dtype=torch.uint8, width=5)
 WIRES = ("bf16", "fp8_block128", "mxfp8(alignment=256)", "nvfp4")
 
 
@@ -29,7 +35,7 @@ def encoded(plan, name, x_TH):
 
 def no_experts(received):
     """A result of the right shape, for tests that only move rows."""
-    return ty.ExpertRows(rows_RH=torch.zeros(received.num_rows, received.rows.hidden_size))
+    return ExpertRows(rows_RH=torch.zeros(received.num_rows, received.rows.hidden_size))
 
 
 def movement(group, exchange, wire):
@@ -79,7 +85,7 @@ def test_rows_arrive_bitwise_once_per_rank_in_source_and_token_order(ranks, exch
 
 
 def check_movement(results):
-    placement = ty.Placement.contiguous(6, 3)
+    placement = Placement.contiguous(6, 3)
     for rank, (_, (payloads, extra, ids_RK, weights_RK, counts_W), y_TH) in enumerate(results):
         mine = set(placement.local_experts(rank))
         expected = [
@@ -192,7 +198,7 @@ def failure_beside_a_flight(group, exchange, paranoid, times):
 def test_a_batch_that_is_refused_does_not_touch_the_one_in_flight(exchange, paranoid):
     for times in (1, 2):
         results = on_ranks(2, failure_beside_a_flight, exchange, paranoid, times)
-        assert results == [([ty.InputError] * times, True), ([ty.PeerFailed] * times, True)]
+        assert results == [([InputError] * times, True), ([PeerFailed] * times, True)]
 
 
 def error_of_two(group, exchange, error):
@@ -230,7 +236,7 @@ def error_of_two(group, exchange, error):
 )
 def test_what_ends_a_rank_s_round_trips_reaches_all_and_the_next_one_works(exchange, error):
     (first, _), (second, _) = on_ranks(2, error_of_two, exchange, error, deadline=60.0)
-    assert (first, second) == (type(error), ty.PeerFailed)
+    assert (first, second) == (type(error), PeerFailed)
 
 
 def long_error(group, exchange, max_rows):
@@ -239,7 +245,7 @@ def long_error(group, exchange, max_rows):
     def fail():
         with plan.exchange.round_trip(plan.wiring("moe").exchange_spec) as trip:
             if group.rank == 0:
-                raise ty.InputError(1000 * "~", expected="less", fix="be brief")
+                raise InputError(1000 * "~", expected="less", fix="be brief")
             trip.dispatch(trip.encode(x_TH), routes)
 
     x_TH, routes = batch(spec(), 4)
@@ -276,14 +282,14 @@ def test_calls_with_and_without_gradients_and_in_inference_mode_take_turns(ranks
         assert found == [True, True]
 
 
-class Trained(ty.EXPERTS["reference"]):
+class Trained(EXPERTS["reference"]):
     """Experts whose results want a gradient."""
 
     name = "trained"
 
     def compute(self, received, *, finalize):
         result = super().compute(received, finalize=finalize)
-        return ty.ExpertRows(rows_RH=result.rows_RH * torch.ones(1, requires_grad=True))
+        return ExpertRows(rows_RH=result.rows_RH * torch.ones(1, requires_grad=True))
 
 
 def remembered(group, exchange, experts):
@@ -318,8 +324,8 @@ def wrong_batches(group, exchange):
     unscaled = dataclasses.replace(rows, payloads={"data": payloads["data"]})
     attempts = {
         "a plain tensor": (x_TH, routes, tag),
-        "another format": (ty.FORMATS["nvfp4"]().encode(x_TH), routes, tag),
-        "the same format, aligned otherwise": (ty.FORMATS["mxfp8"](alignment=64).encode(x_TH), routes, tag),
+        "another format": (FORMATS["nvfp4"]().encode(x_TH), routes, tag),
+        "the same format, aligned otherwise": (FORMATS["mxfp8"](alignment=64).encode(x_TH), routes, tag),
         "a payload that lies": (lying, routes, tag),
         "a payload too few": (unscaled, routes, tag),
         "swizzled scales": (rows.swizzled(), routes, tag),
@@ -396,7 +402,7 @@ def test_alternating_layers_stay_bitwise_the_same_over_many_rounds(ranks, exchan
 
 def choices_served(group, exchange):
     # Experts 2 and 3 are lost. Ids 0 and 3 together would ask for expert 0 on rank 2; what is left of them, on rank 1.
-    placement = ty.Placement(num_experts=4, table=((1,), (0,), (0,)), allow_lost=True)
+    placement = Placement(num_experts=4, table=((1,), (0,), (0,)), allow_lost=True)
     layer = spec(num_experts=4, placement=placement)
     plan = ty.plan([layer], group, exchange=exchange)
     x_TH = torch.ones(1, layer.hidden_size, dtype=layer.dtype)
@@ -434,7 +440,7 @@ def unencoded(group, exchange):
     layer = spec(wire="mxfp8")
     plan = ty.plan([layer], group, exchange=exchange)
     exchange_spec, (x_TH, routes) = plan.wiring("moe").exchange_spec, batch(layer, 3)
-    with pytest.raises(ty.InputError, match="x_TH is"):
+    with pytest.raises(InputError, match="x_TH is"):
         plan.exchange.dispatch(
             exchange_spec, UnencodedRows(format=exchange_spec.wire, x_TH=x_TH.long()), routes
         )

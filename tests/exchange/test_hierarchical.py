@@ -11,12 +11,15 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.metering import Meter
+from tokenyard.errors import Drifted, GroupError, InputError
 from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap
 from tokenyard.exchange.transports import hierarchical
 from tokenyard.exchange.transports.forwarding import Forwarding
 from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
+from tokenyard.group import thread_groups
 from tokenyard.planning.draft_text import links
-from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+from tokenyard.routing import Placement
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
 
 HOSTS = ([2, 2], [3, 1], [1, 3], [1, 2, 1])
 
@@ -64,7 +67,7 @@ def test_a_rank_that_announces_other_sums_than_are_due_is_found(counts):
     transport = SimpleNamespace(group=SimpleNamespace(rank=1, size=2))
     heard = [SimpleNamespace(counts=(0, 0, 1)), SimpleNamespace(counts=counts)]
     with pytest.raises(
-        ty.GroupError, match=r"rank 1 announces sums .*; expected 2 for rank 1, or that they follow"
+        GroupError, match=r"rank 1 announces sums .*; expected 2 for rank 1, or that they follow"
     ):
         HierarchicalTransport._announced(transport, [5, 2], heard)
     heard[1].counts = (9, 2, 0)
@@ -86,7 +89,7 @@ def by_hand(group):
     routes = ty.Routes(topk_ids_TK=torch.tensor([[3, 0, 2, 1]]), topk_weights_TK=torch.ones(1, 4))
     arrival = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(torch.ones(1, 32)), routes)
     rows_RH = torch.full((4, 32), 1 + 2.0**-8 * (group.rank + 1))
-    y_TH = plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=rows_RH)).y_TH
+    y_TH = plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH)).y_TH
     plan.close()
     return y_TH[0, 0].item()
 
@@ -113,7 +116,7 @@ def crossed(group, exchange, layer, routes):
         arrival = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(x_TH), routes)
     with Meter(group) as back:
         rows_RH = torch.zeros(arrival.received.num_rows, layer.hidden_size)
-        plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=rows_RH))
+        plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH))
     stats, hosts = plan.stats()["moe"], group.hosts()
     (here,) = [ranks for ranks in hosts if group.rank in ranks]
     there = [rank for rank in range(group.size) if rank not in here]
@@ -299,7 +302,7 @@ def refuses(group):
     x_TH, routes = batch(spec(), 3, seed=group.rank)
     arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
     if group.rank == 1:
-        return str(raised(plan.exchange.refuse, arrival, ty.InputError("odd", expected="even", fix="wait")))
+        return str(raised(plan.exchange.refuse, arrival, InputError("odd", expected="even", fix="wait")))
     return str(raised(plan.exchange.combine, arrival, layer.experts(arrival.received)))
 
 
@@ -317,7 +320,7 @@ def test_nobody_waits_for_the_results_of_a_rank_that_failed(monkeypatch):
 
 
 def test_rows_are_counted_for_each_rank_and_for_its_relay_on_each_other_host():
-    transport = HierarchicalTransport(ty.thread_groups(3)[0])
+    transport = HierarchicalTransport(thread_groups(3)[0])
     transport.hosts = HostMap((0, 0, 1))
     assert transport.num_counts(None) == 5
     counts = [4, 5, 6, 7, 8]  # for three ranks, and across to two hosts
@@ -425,8 +428,8 @@ def test_a_rank_that_hears_of_a_loss_in_the_group_leaves_the_memory_of_its_host(
     transport, asked = two_levels(departed=False)
     with transport._waiting_in_group():
         pass
-    with pytest.raises(ty.Drifted), transport._waiting_in_group():
-        raise ty.Drifted("elsewhere", expected="here", fix="none")
+    with pytest.raises(Drifted), transport._waiting_in_group():
+        raise Drifted("elsewhere", expected="here", fix="none")
     assert asked == []
     with pytest.raises(ty.PeerLost, match="combine"), transport._waiting_in_group():
         raise ty.PeerLost([0], phase="combine", waited=0.5)
@@ -466,7 +469,7 @@ def test_rows_of_relays_are_put_in_the_order_of_sources_and_none_are_where_some_
 
 
 def test_what_trimmed_layers_took_inside_a_host_is_given_back():
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="hierarchical")
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange="hierarchical")
     transport = plan.exchange.transport
     small = transport.inside.workspace.nbytes
     plan.extend([spec("large", max_tokens=512)])
@@ -478,12 +481,12 @@ def test_what_trimmed_layers_took_inside_a_host_is_given_back():
 
 
 def test_what_is_shared_inside_a_host_is_closed_with_the_plan():
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="hierarchical")
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange="hierarchical")
     inside = plan.exchange.transport.inside
     plan.close()
     assert "is closed" in str(raised(inside.group.barrier))
     assert "the exchange has no workspace" in str(raised(lambda: inside.workspace))
-    HierarchicalTransport(ty.thread_groups(1)[0]).close()  # one that has served no layer
+    HierarchicalTransport(thread_groups(1)[0]).close()  # one that has served no layer
 
 
 def counted(group):
@@ -575,7 +578,7 @@ def drifts_from_a_combine(group):
         x_TH, routes = batch(layers[1], 64)
         return raised(plan.exchange.dispatch, large, large.wire.encode(x_TH), routes)
     rows_RH = torch.ones(arrival.received.num_rows, layers[0].hidden_size)
-    return raised(plan.exchange.combine, arrival, ty.ExpertRows(rows_RH=rows_RH))
+    return raised(plan.exchange.combine, arrival, ExpertRows(rows_RH=rows_RH))
 
 
 def drifts_into_another_plan(group):
@@ -634,8 +637,8 @@ def test_the_inside_of_each_host_is_made_ready_for_all_layers():
 
 def test_experts_have_ids_of_their_own_inside_a_host():
     """They count on from rank to rank; what goes nowhere stays nowhere, whatever stands beside it."""
-    placement = ty.Placement(num_experts=5, table=((1,), (0, 3), (2, 4)))
-    plan = ty.plan([spec()], ty.thread_groups(1)[0])
+    placement = Placement(num_experts=5, table=((1,), (0, 3), (2, 4)))
+    plan = ty.plan([spec()], thread_groups(1)[0])
     layer = replace(plan.wiring("moe").exchange_spec, placement=placement)
     forwarding = Forwarding.of(layer, HostMap((1, 0, 0)), 0, torch.device("cpu"))
     assert forwarding.inside_rank.tolist() == [-1, 0, 1, -1]

@@ -18,6 +18,7 @@ from tokenyard.exchange.transports import hierarchical
 from tokenyard.exchange.transports.one_sided.cuda.control import VERDICT
 from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.exchange.transports.one_sided.kernels import flags
+from tokenyard.group import thread_groups
 
 pytestmark = interpreter.only_without_gpu
 interpreter.install()
@@ -100,7 +101,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(flags, "globaltimer", lambda: tl.full([], next(looks) * 20_000_000, tl.int64))
     layer = ty.draft([spec()], 2, exchange="one_sided").wirings[0].exchange_spec
     with no_streams():
-        transports = [CudaTransport(group) for group in ty.thread_groups(2, deadline=1.0)]
+        transports = [CudaTransport(group) for group in thread_groups(2, deadline=1.0)]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda transport: transport.serve([layer]), transports))
         yield transports

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,8 +13,12 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.exchange import Arrival
+from tokenyard.errors import ContractError, HandleError
+from tokenyard.exchange import EXCHANGES, Arrival
 from tokenyard.exchange.in_flight import InFlightQueue
+from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
+from tokenyard.rows import ExpertRows
 
 LAYER = SimpleNamespace(layer="next")
 
@@ -41,7 +46,7 @@ def test_room_and_regions_up_to_the_capacity():
         queue.add(one)
     assert not queue.is_empty
     assert queue.oldest is first
-    with pytest.raises(ty.HandleError) as caught:
+    with pytest.raises(HandleError) as caught:
         queue.check_room(LAYER)
     assert str(caught.value) == (
         "layer 'next', rank 3: 2 dispatch in flight already (of 'a', 'b'); expected at most 2; "
@@ -57,7 +62,7 @@ def test_a_whole_round_trip_needs_an_empty_queue():
     queue = InFlightQueue(2, rank=3)
     queue.check_empty("next")
     queue.add(arrival("a", 1))
-    with pytest.raises(ty.HandleError, match="layer 'next', rank 3: a dispatch of layer 'a' is in flight"):
+    with pytest.raises(HandleError, match="layer 'next', rank 3: a dispatch of layer 'a' is in flight"):
         queue.check_empty("next")
 
 
@@ -65,7 +70,7 @@ def test_only_the_oldest_is_taken_and_each_refusal_has_its_own_words():
     queue = InFlightQueue(2, rank=3)
     first, second = arrival("a", 1), arrival("b", 2)
     with pytest.raises(
-        ty.HandleError, match=r"layer 'a', rank 3: this handle is not in flight.*fix: dispatch again"
+        HandleError, match=r"layer 'a', rank 3: this handle is not in flight.*fix: dispatch again"
     ):
         queue.take(first)
     queue.add(first)
@@ -73,13 +78,13 @@ def test_only_the_oldest_is_taken_and_each_refusal_has_its_own_words():
     early = (
         r"layer 'b', rank 3: an earlier dispatch is still in flight.*fix: combine the oldest dispatch first"
     )
-    with pytest.raises(ty.HandleError, match=early):
+    with pytest.raises(HandleError, match=early):
         queue.take(second)
-    with pytest.raises(ty.ContractError, match="combine was given None as its handle"):
+    with pytest.raises(ContractError, match="combine was given None as its handle"):
         queue.take(None)
     queue.take(first)
     queue.take(second)
-    with pytest.raises(ty.HandleError, match="this handle is not in flight"):
+    with pytest.raises(HandleError, match="this handle is not in flight"):
         queue.take(second)
 
 
@@ -116,7 +121,7 @@ def test_what_is_not_in_flight_is_not_given_up_and_nothing_is_left_of_what_was_c
 
 # -- A plan whose layers change, or that is closed -----------------------------------------------------------
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 
 def dispatched(plan):
@@ -125,9 +130,9 @@ def dispatched(plan):
     return plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
 
 
-@pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
+@pytest.mark.parametrize("exchange", ["local", *EXCHANGES])
 def test_rounds_grow_after_a_dispatch_that_failed_and_after_a_combine_that_was_made_again(exchange):
-    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=exchange)
+    plan = ty.plan([spec(experts="reference")], thread_groups(1)[0], exchange=exchange)
     layer, wiring = build(plan, "moe"), plan.wiring("moe")
     x_TH, routes = batch(spec(), 3)
     too_few = wiring.wire.encode(x_TH[:2])
@@ -142,7 +147,7 @@ def test_rounds_grow_after_a_dispatch_that_failed_and_after_a_combine_that_was_m
 
 @every_exchange
 def test_what_was_in_flight_before_layers_changed_takes_no_room_and_cannot_be_combined(exchange):
-    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=exchange)
+    plan = ty.plan([spec(experts="reference")], thread_groups(1)[0], exchange=exchange)
     layer = build(plan, "moe")
     assert [dispatched(plan).round] == [1]
     for change in (lambda: plan.extend([spec("more")]), plan.trim):
@@ -158,7 +163,7 @@ def test_what_was_in_flight_before_layers_changed_takes_no_room_and_cannot_be_co
 
 @every_exchange
 def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchange):
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange, in_flight=2)
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange=exchange, in_flight=2)
     kept = dispatched(plan)
     dropped = weakref.ref(dispatched(plan))
     assert [kept.round, dropped().round] == [1, 2]
@@ -166,11 +171,11 @@ def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchan
     gc.collect()
     assert dropped() is None
     for call in (
-        lambda: plan.exchange.combine(kept, ty.ExpertRows(rows_RH=torch.zeros(0))),
-        lambda: plan.exchange.combine_unreduced(kept, ty.ExpertRows(rows_RH=torch.zeros(0))),
+        lambda: plan.exchange.combine(kept, ExpertRows(rows_RH=torch.zeros(0))),
+        lambda: plan.exchange.combine_unreduced(kept, ExpertRows(rows_RH=torch.zeros(0))),
         lambda: plan.exchange.refuse(kept, ValueError("never told")),
         lambda: dispatched(plan),
-        plan.gather_stats,
+        partial(gather_stats, plan),
         plan.trim,
     ):
         assert "the plan is closed; expected an open plan" in str(raised(call))
@@ -205,7 +210,7 @@ def closed_while_rows_travel(group, exchange, closes, computes):
 
 
 @pytest.mark.parametrize("computes", [False, True])
-@pytest.mark.parametrize(("exchange", "ranks"), [("local", 1), *product(ty.EXCHANGES, (1, 2))])
+@pytest.mark.parametrize(("exchange", "ranks"), [("local", 1), *product(EXCHANGES, (1, 2))])
 def test_a_plan_that_was_closed_holds_no_batch_that_was_started(exchange, ranks, computes):
     found = on_ranks(ranks, closed_while_rows_travel, exchange, threading.Event(), computes)
     for refused, ended, given_back in found:

@@ -9,13 +9,16 @@ from tests.exchange.strategies import cases
 from tests.models import UNREDUCED, WATCHED, batch, build, raised, spec
 from tokenyard.conformance.cases import run_case, same_bits
 from tokenyard.exchange import LocalTransport
+from tokenyard.formats import Payload
+from tokenyard.group import thread_groups
+from tokenyard.routing import Placement, SoftmaxRouter
 from tokenyard.rows import RoutingLogits
 
 OTHERS = ["one_sided", "two_sided", "allgather"]
 
 
 def alone():
-    return ty.thread_groups(1)[0]
+    return thread_groups(1)[0]
 
 
 @seed(1)
@@ -72,8 +75,8 @@ def test_results_and_counters_are_those_of_other_exchanges(dtype, wire, combine_
 
 @pytest.mark.parametrize("kind", ["whole", "gaps"])
 def test_what_arrives_is_that_of_other_exchanges_and_a_copy(kind):
-    payload = ty.Payload(name="position", dtype=torch.int64, width=1)
-    layer = spec(payloads=(payload,), placement=ty.Placement.explicit(5, [[4, 3, 2, 1, 0]]))
+    payload = Payload(name="position", dtype=torch.int64, width=1)
+    layer = spec(payloads=(payload,), placement=Placement.explicit(5, [[4, 3, 2, 1, 0]]))
     x_TH, routes = batch(layer, 5)
     routes, extra = routes_of(kind, x_TH, routes), {"position": torch.arange(5).unsqueeze(1)}
     arrived = {}
@@ -170,7 +173,7 @@ def test_a_transport_that_is_trimmed_serves_the_layers_that_are_left():
 
 
 def test_logits_that_arrive_are_a_copy():
-    layer = spec(experts="self_routing", router=ty.SoftmaxRouter(top_k=2, renormalize=True))
+    layer = spec(experts="self_routing", router=SoftmaxRouter(top_k=2, renormalize=True))
     plan = ty.plan([layer], alone(), exchange="local")
     x_TH, _ = batch(layer, 4)
     logits_TE = torch.randn(4, 5, requires_grad=True)

@@ -10,9 +10,12 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.errors import Drifted, GroupError, InputError, PeerFailed
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.transports.messages import Mailbox, Outgoing
-from tokenyard.group import base
+from tokenyard.group import base, thread_groups
+from tokenyard.rows import ExpertRows
 
 by_messages = pytest.mark.parametrize("exchange", ["two_sided", "allgather", "hierarchical"])
 
@@ -32,7 +35,7 @@ def rank_zero_waits_last(group, exchange, arrived, home):
     if group.rank > 0:
         arrived.set()
     rows_RH = torch.ones(arrival.received.num_rows, layer.hidden_size)
-    back = plan.exchange.start_combine(arrival, ty.ExpertRows(rows_RH=rows_RH))
+    back = plan.exchange.start_combine(arrival, ExpertRows(rows_RH=rows_RH))
     in_time = in_time and (group.rank > 0 or home.wait(20))
     back.wait()
     if group.rank > 0:
@@ -40,7 +43,7 @@ def rank_zero_waits_last(group, exchange, arrived, home):
     return in_time
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_rank_that_waits_late_lets_the_others_go_on(exchange):
     """Rows, results, and what relays make of them, leave when a phase is started."""
     hosts = [1, 1] if exchange == "hierarchical" else 1
@@ -98,13 +101,13 @@ def test_results_are_written_into_messages_where_all_ranks_get_some_that_fit(mon
 
 
 def test_rows_that_follow_have_their_place_where_an_announcement_takes_whole_rows():
-    mailbox = Mailbox(ty.thread_groups(2)[0])
+    mailbox = Mailbox(thread_groups(2)[0])
     outgoing = Outgoing(mailbox, mailbox.head_bytes // 2, [0, 3], "in", bounded=True)
     assert [len(packets) for packets in outgoing.packets_by_rank] == [0, 3]
 
 
 def test_a_message_is_what_it_was_when_it_was_sent():
-    groups = ty.thread_groups(2)
+    groups = thread_groups(2)
     contents = [torch.full((8,), rank, dtype=torch.uint8) for rank in range(2)]
     rooms = [torch.empty(8, dtype=torch.uint8) for _ in groups]
     for group in groups:
@@ -137,7 +140,7 @@ def test_a_rank_that_failed_sends_its_word_and_no_rows():
         group.start_messages = noting
         return type(raised(built, *batch(spec(), 17 if group.rank else 4)))
 
-    assert on_ranks(2, failing) == [ty.PeerFailed, ty.InputError]
+    assert on_ranks(2, failing) == [PeerFailed, InputError]
     assert [sent for rank, sent in sizes if rank == 1] == [[528, 0]]
 
 
@@ -162,7 +165,7 @@ def in_different_places(group, exchange):
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_ranks_in_different_layers_drift_and_no_message_is_too_long(ranks):
     found = ty.launch(2, in_different_places, "two_sided", ranks=ranks, deadline=30.0)
-    assert found == [(ty.Drifted, True)] * 2
+    assert found == [(Drifted, True)] * 2
 
 
 @pytest.mark.parametrize("exchange", ["two_sided", "allgather"])
@@ -175,7 +178,7 @@ def test_ranks_in_different_layers_drift_and_no_message_is_too_long(ranks):
     ],
 )
 def test_a_rank_that_announces_other_results_than_it_was_sent_is_found(exchange, counts, words, monkeypatch):
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange=exchange)
     built, read = build(plan, "moe"), Mailbox.read
 
     def other(self, heads):
@@ -184,7 +187,7 @@ def test_a_rank_that_announces_other_results_than_it_was_sent_is_found(exchange,
 
     monkeypatch.setattr(Mailbox, "read", other)
     error = raised(built, *batch(spec(), 3))
-    assert isinstance(error, ty.GroupError)
+    assert isinstance(error, GroupError)
     assert words in str(error)
     assert "look for what wrote into the announcements of rank 0" in str(error)
     assert error.layer == "moe"
@@ -210,7 +213,7 @@ def test_a_call_waits_for_the_end_of_a_job_in_the_background(ranks):
 
 
 def test_a_call_of_one_rank_waits_for_its_own_job_too():
-    group, order, goes_on = ty.thread_groups(1)[0], [], threading.Event()
+    group, order, goes_on = thread_groups(1)[0], [], threading.Event()
 
     def job():
         goes_on.wait(0.3)  # longer than a call takes that does not wait for this
@@ -224,7 +227,7 @@ def test_a_call_of_one_rank_waits_for_its_own_job_too():
 
 
 def test_an_error_in_the_background_is_raised_where_it_is_waited_for():
-    group = ty.thread_groups(1)[0]
+    group = thread_groups(1)[0]
     pending = group.in_background(lambda: 1 // 0)
     group.barrier()
     with pytest.raises(ZeroDivisionError):
@@ -237,7 +240,7 @@ def test_an_error_in_the_background_is_raised_where_it_is_waited_for():
 def test_messages_have_room_for_the_longest_batch_of_any_layer(exchange, max_rows, dtype, way):
     """With the counts of all ranks in front of the rows: twice as many where rows have a bound."""
     layers = [spec("small", max_tokens=3), spec("large", dtype=dtype, wire="bf16", max_tokens=16)]
-    group = ty.thread_groups(1)[0]
+    group = thread_groups(1)[0]
     plan = ty.plan(layers, group, exchange=exchange, max_rows=max_rows)
     transport, large = plan.exchange.transport, plan.wiring("large").exchange_spec
     assert large.max_rows == max_rows

@@ -10,8 +10,11 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import ContractError, Drifted, PlanError
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.announcement import Phase
+from tokenyard.group import thread_groups
+from tokenyard.rows import ExpertRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -125,7 +128,7 @@ def grow(group):
     old = plan.exchange.transport.workspace
     plan.extend([spec("b", **LARGE)])
     grown = plan.exchange.transport.workspace
-    stale = raised(plan.exchange.combine, flight, ty.ExpertRows(rows_RH=torch.zeros(0)))
+    stale = raised(plan.exchange.combine, flight, ExpertRows(rows_RH=torch.zeros(0)))
     plan.extend([spec("c", **SMALL)])
     kept = plan.exchange.transport.workspace
     works = [right(plan, spec(n, **c), 5, group.rank) for n, c in (("a", SMALL), ("b", LARGE), ("c", SMALL))]
@@ -212,7 +215,7 @@ def test_a_layer_that_does_not_fit_into_the_workspace_is_named_before_the_first_
         2, lambda group: raised(ty.plan, [spec("a", **SMALL), spec("b", **LARGE)], group, exchange=TooSmall)
     )
     for rank, error in enumerate(errors):
-        assert isinstance(error, ty.ContractError)
+        assert isinstance(error, ContractError)
         assert str(error).startswith(f"layer 'b', rank {rank}: a region of the workspace has")
 
 
@@ -331,7 +334,7 @@ def elsewhere(group, machine):
 
 def test_cpus_that_reorder_stores_are_refused_with_exchanges_that_work():
     (error,) = on_ranks(1, elsewhere, "aarch64")
-    assert isinstance(error, ty.PlanError)
+    assert isinstance(error, PlanError)
     assert "one_sided needs stores that stay in order, as on x86, not aarch64" in str(error)
     assert {alternative.changes["exchange"] for alternative in error.alternatives} == {
         "allgather",
@@ -351,7 +354,7 @@ def test_ranks_on_several_hosts_are_refused_on_all_of_them():
 
 
 def test_a_transport_that_serves_no_layer_has_nobody_to_leave_and_has_lost_nobody():
-    transport = SharedMemoryTransport(ty.thread_groups(1)[0])
+    transport = SharedMemoryTransport(thread_groups(1)[0])
     (wiring,) = ty.draft([spec()], 1).wirings
 
     def state():
@@ -365,12 +368,12 @@ def test_a_transport_that_serves_no_layer_has_nobody_to_leave_and_has_lost_nobod
     assert state() == (True, [0])
     transport.close()
     assert state() == (False, [])
-    with pytest.raises(ty.ContractError, match="the exchange has no workspace"):
+    with pytest.raises(ContractError, match="the exchange has no workspace"):
         transport.workspace.nbytes  # noqa: B018
 
 
 def test_experts_that_write_what_wants_a_gradient_leave_no_trace_in_the_workspace():
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="one_sided")
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange="one_sided")
     transport, exchange_spec = plan.exchange.transport, plan.wiring("moe").exchange_spec
     buffer = transport.results_at(exchange_spec, 0, None)
     buffer.rows_SH[0] = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
@@ -391,11 +394,11 @@ def in_different_layers(group):
 
 
 def test_a_round_in_which_the_ranks_were_in_different_layers_is_not_made_again():
-    assert on_ranks(2, in_different_layers) == [(ty.Drifted, 1, True, 2)] * 2
+    assert on_ranks(2, in_different_layers) == [(Drifted, 1, True, 2)] * 2
 
 
 def test_marks_of_a_round_are_waited_for_for_so_long():
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="one_sided")
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange="one_sided")
     transport, started = plan.exchange.transport, time.monotonic()
     assert not transport.all_marked(1, 0.05)
     assert 0.05 <= time.monotonic() - started < 5

@@ -5,12 +5,14 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, spec
 from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.group import thread_groups
+from tokenyard.routing import Placement
 from tokenyard.rows import RoutingLogits
 
 
 def test_packets_have_the_rows_that_go_out_and_the_results_that_go_back():
-    layer = spec(wire="mxfp8", combine_wire="mxfp8", placement=ty.Placement.round_robin(5, 1))
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided")
+    layer = spec(wire="mxfp8", combine_wire="mxfp8", placement=Placement.round_robin(5, 1))
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided")
     transport, given = plan.exchange.transport, []
     send, send_back = transport.send, transport.send_back
     transport.send = lambda sent: given.append(sent) or send(sent)

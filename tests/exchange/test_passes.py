@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 import tokenyard as ty
 from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.errors import InputError, PeerFailed, PlanError
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.passes import RowBound, TooManyRows, more_parts, parts_for
 from tokenyard.experts import ReferenceExperts
+from tokenyard.formats import Payload
+from tokenyard.group import thread_groups
+from tokenyard.layer import overlapped
+from tokenyard.rows import ExpertRows
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 
 class CountingExperts(ReferenceExperts):
@@ -65,7 +71,7 @@ def with_and_without(group, layer, max_rows, tokens, hot, options):
 @given(data=st.data())
 def test_passes_have_the_bits_of_one(data):
     world = data.draw(st.sampled_from([1, 2, 3, 5]))
-    exchange = data.draw(st.sampled_from([*ty.EXCHANGES, *(["local"] if world == 1 else [])]))
+    exchange = data.draw(st.sampled_from([*EXCHANGES, *(["local"] if world == 1 else [])]))
     sums = ["ranks", "choices"] if exchange != "hierarchical" else ["ranks"]
     layer = spec(
         experts=CountingExperts,
@@ -74,7 +80,7 @@ def test_passes_have_the_bits_of_one(data):
         wire=data.draw(st.sampled_from([None, "nvfp4", "mxfp8"])),
         combine_wire=data.draw(st.sampled_from([None, "mxfp8"])),
         sum=data.draw(st.sampled_from(sums)),
-        payloads=data.draw(st.sampled_from([(), (ty.Payload(name="tag", dtype=torch.int16, width=3),)])),
+        payloads=data.draw(st.sampled_from([(), (Payload(name="tag", dtype=torch.int16, width=3),)])),
     )
     if layer.sum == "ranks" and exchange in UNREDUCED:
         layer = ty.LayerSpec(
@@ -177,7 +183,7 @@ def two_at_a_time(group, exchange, paranoid):
     again = bounded.start(*cases[1]), bounded.start(*cases[2])
     second = [again[0].finish(), again[1].finish()]
     came, x_TH = max(bounded.experts.came), cases[1][0]
-    parts = ty.overlapped(bounded, *cases[1]), ty.overlapped(plain, *cases[1])
+    parts = overlapped(bounded, *cases[1]), overlapped(plain, *cases[1])
     return (
         all(map(same_bits, [*first, *second], [*alone, *alone[1:]])),
         came <= 5,
@@ -187,7 +193,7 @@ def two_at_a_time(group, exchange, paranoid):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "paranoid"), [*((name, False) for name in ty.EXCHANGES), *((name, True) for name in WATCHED)]
+    ("exchange", "paranoid"), [*((name, False) for name in EXCHANGES), *((name, True) for name in WATCHED)]
 )
 def test_batches_in_flight_take_turns_pass_by_pass(exchange, paranoid):
     assert on_ranks(2, two_at_a_time, exchange, paranoid) == [(True, True, True, 15)] * 2
@@ -218,7 +224,7 @@ def fail_in_a_later_pass(group, exchange):
     try:
         built(*case)
         error = None
-    except (ValueError, ty.PeerFailed) as raised_here:
+    except (ValueError, PeerFailed) as raised_here:
         error = str(raised_here)
     whole = build(ty.plan([layer], group, exchange=exchange), "moe")
     return error, same_bits(built(*case), whole(*case))
@@ -252,7 +258,7 @@ def cannot_send_a_later_pass(group, exchange):
     try:
         built(*given)
         error = None
-    except (ValueError, ty.PeerFailed) as raised_here:
+    except (ValueError, PeerFailed) as raised_here:
         error = str(raised_here)
     transport.send = send
     return error, same_bits(built(*given), before_TH)
@@ -334,13 +340,13 @@ def test_passes_can_be_made_by_hand_and_end():
 @pytest.mark.parametrize(("max_rows", "tokens"), [(None, [slice(0, 3)]), (2, [slice(0, 2), slice(2, 3)])])
 def test_an_arrival_says_which_tokens_went_out(max_rows, tokens):
     layer = spec(top_k=1)
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", max_rows=max_rows)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided", max_rows=max_rows)
     exchange, wire = plan.exchange, plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 3)
     arrivals = [exchange.dispatch(wire, exchange.encode(wire, x_TH), routes)]
     while arrivals[-1].has_more:
         rows_RH = torch.zeros(arrivals[-1].received.num_rows, 32)
-        exchange.combine(arrivals[-1], ty.ExpertRows(rows_RH=rows_RH))
+        exchange.combine(arrivals[-1], ExpertRows(rows_RH=rows_RH))
         arrivals.append(exchange.dispatch_next(arrivals[-1]))
     assert [arrival.tokens for arrival in arrivals] == tokens
     assert {arrival.batch_tokens for arrival in arrivals} == {3}
@@ -349,17 +355,17 @@ def test_an_arrival_says_which_tokens_went_out(max_rows, tokens):
     assert exchange.announcer.round == arrivals[-1].round
 
 
-@pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
+@pytest.mark.parametrize("exchange", ["local", *EXCHANGES])
 def test_the_next_pass_waits_for_the_combine_of_the_one_before(exchange):
     layer = spec(top_k=1)
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=exchange, max_rows=2)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange=exchange, max_rows=2)
     x_TH, routes = batch(layer, 3)
     wire = plan.wiring("moe").exchange_spec
     arrival = plan.exchange.dispatch(wire, plan.exchange.encode(wire, x_TH), routes)
     assert arrival.has_more
     early = raised(plan.exchange.dispatch_next, arrival)
     assert "layer 'moe', rank 0: 1 dispatch in flight already (of 'moe')" in str(early)
-    plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=torch.zeros(arrival.received.num_rows, 32)))
+    plan.exchange.combine(arrival, ExpertRows(rows_RH=torch.zeros(arrival.received.num_rows, 32)))
     assert not plan.exchange.dispatch_next(arrival).has_more
 
 
@@ -400,24 +406,22 @@ def test_the_sizes_of_the_issue():
 
 @pytest.mark.parametrize("wrong", [0, 3, True, 4.0, "many"])
 def test_a_bound_has_room_for_a_row_of_each_rank(wrong):
-    with pytest.raises(ty.InputError, match="at least 4, one row of each rank"):
+    with pytest.raises(InputError, match="at least 4, one row of each rank"):
         ty.draft([spec()], 4, max_rows=wrong)
     assert ty.draft([spec()], 4, max_rows=4).max_rows == 4
 
 
 def test_memory_that_is_not_there_names_the_setting():
-    with pytest.raises(ty.PlanError, match="max_rows=…"):
+    with pytest.raises(PlanError, match="max_rows=…"):
         ty.draft([spec(hidden_size=2**20, max_tokens=2**30)], 4)
 
 
 def test_transports_without_a_bound_say_so():
-    class Unbounded(ty.EXCHANGES["two_sided"]):
+    class Unbounded(EXCHANGES["two_sided"]):
         name = "unbounded"
         bounds_rows = False
 
-    with pytest.raises(
-        ty.PlanError, match="before it has heard how many come: leave max_rows out"
-    ) as refused:
+    with pytest.raises(PlanError, match="before it has heard how many come: leave max_rows out") as refused:
         ty.draft([spec()], 4, exchange=Unbounded, max_rows=8)
     assert refused.value.alternatives
     assert ty.draft([spec()], 4, exchange=Unbounded, max_rows=64)  # as many as may come: no bound

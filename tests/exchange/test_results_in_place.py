@@ -8,6 +8,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
 from tokenyard import rows
+from tokenyard.experts import EXPERTS
 from tokenyard.rows import ExpertRows, PlacedRows
 
 EXCHANGES = [("two_sided", 1), ("one_sided", 1), ("hierarchical", 2)]
@@ -78,7 +79,7 @@ def test_results_in_place_saturate_as_on_a_wire(exchange, hosts):
     assert on_ranks(2, too_large, exchange, hosts=hosts) == [(True, True, True)] * 2
 
 
-class Doubled(ty.EXPERTS["reference"]):
+class Doubled(EXPERTS["reference"]):
     """Experts that do something with what another kernel returns."""
 
     name = "doubled"

@@ -9,10 +9,13 @@ import pytest
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange import LocalTransport, Pending
+from tokenyard.errors import ConcurrentUse, PeerFailed
+from tokenyard.exchange import EXCHANGES, LocalTransport, Pending
 from tokenyard.experts import ReferenceExperts
+from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 
 def encoded(plan, name, x_TH):
@@ -173,7 +176,7 @@ class Tells(LocalTransport):
         pending = super().send_back(results)
 
         def refuse():
-            raise ty.PeerFailed(0, "no room", phase="combine")
+            raise PeerFailed(0, "no room", phase="combine")
 
         return Pending(refuse) if self.refuses else pending
 
@@ -185,7 +188,7 @@ class Tells(LocalTransport):
 @pytest.mark.parametrize("refuses", [False, True])
 def test_what_was_given_up_is_told_when_its_turn_has_come(refuses):
     """Right after the combine before it, also where that one fails."""
-    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=Tells, in_flight=2)
+    plan = ty.plan([spec(experts="reference")], thread_groups(1)[0], exchange=Tells, in_flight=2)
     built, exchange = build(plan, "moe"), plan.exchange
     x_TH, routes = batch(spec(), 5)
     layer = plan.wiring("moe").exchange_spec
@@ -193,14 +196,14 @@ def test_what_was_given_up_is_told_when_its_turn_has_come(refuses):
     exchange._in_flight.give_up(second, ValueError("late"))
     exchange.transport.refuses = refuses
     error = raised(exchange.combine, first, built.experts(first.received))
-    assert isinstance(error, ty.PeerFailed) == refuses
+    assert isinstance(error, PeerFailed) == refuses
     assert exchange.transport.told == [(second.round, "ValueError: late")]
     assert second not in exchange._in_flight
 
 
 def test_nobody_is_told_of_a_loss_and_the_plan_is_broken_by_it():
     """Whoever is left finds out by itself; a word to ranks that are lost would wait for them."""
-    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=Tells)
+    plan = ty.plan([spec(experts="reference")], thread_groups(1)[0], exchange=Tells)
     exchange, layer = plan.exchange, plan.wiring("moe").exchange_spec
     x_TH, routes = batch(spec(), 5)
     lost = ty.PeerLost([0], phase="dispatch", waited=0.5)
@@ -216,7 +219,7 @@ def test_nobody_is_told_of_a_loss_and_the_plan_is_broken_by_it():
 
 
 def test_a_batch_that_was_dropped_after_its_results_were_sent_is_an_error_of_the_next_call():
-    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], in_flight=2)
+    plan = ty.plan([spec(experts="reference")], thread_groups(1)[0], in_flight=2)
     built, exchange = build(plan, "moe"), plan.exchange
     x_TH, routes = batch(spec(), 5)
     trip = exchange.open_round_trip(plan.wiring("moe").exchange_spec)
@@ -256,7 +259,7 @@ def two_threads(group, exchange):
     def second():
         inside.wait(20)
         refused.append(raised(built, x_TH, routes))
-        refused.append(raised(plan.gather_stats))
+        refused.append(raised(gather_stats, plan))
         tried.set()
 
     thread = threading.Thread(target=second, name="second")
@@ -272,7 +275,7 @@ def two_threads(group, exchange):
 @every_exchange
 def test_a_second_thread_is_refused_while_a_call_is_under_way(exchange):
     for refused, found, later in on_ranks(2, two_threads, exchange):
-        assert [type(error) for error in refused] == [ty.ConcurrentUse] * 2
+        assert [type(error) for error in refused] == [ConcurrentUse] * 2
         assert "thread 'second' calls the plan, which thread 'rank " in str(refused[0])
         assert found
         assert later

@@ -7,12 +7,12 @@ import torch
 
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.expert_cases import Case, receive, run
-from tokenyard import Placement
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.experts_bound import draw_batch, draw_specs, in_words
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import EXPERTS, Experts, ExpertWeights, GroupedExperts, ReferenceExperts, get
 from tokenyard.formats import QuantizedMatrix
+from tokenyard.routing import Placement
 from tokenyard.rows import ExpertRows, UnfinalizedRows, check_expert_rows
 
 CLASSES = [ReferenceExperts, GroupedExperts]

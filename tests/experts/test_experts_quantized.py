@@ -19,14 +19,18 @@ from tokenyard import formats
 from tokenyard.conformance.cases import Case, excess, random_weights, run_case, same_bits
 from tokenyard.conformance.experts_bound import draw_batch, exact
 from tokenyard.conformance.oracle import quantizing_error
-from tokenyard.experts import ACTIVATIONS, ExpertsSpec, ExpertWeights, activation, tiles
+from tokenyard.duties import Duty, Party
+from tokenyard.errors import InputError, PlanError
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import ACTIVATIONS, EXPERTS, ExpertsSpec, ExpertWeights, activation, tiles
 from tokenyard.experts.spec import takes_rows
-from tokenyard.formats import WEIGHT_FORMATS, weight_format
-from tokenyard.rows import LocalRoutes, ReceivedRows
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, weight_format
+from tokenyard.group import thread_groups
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows
 
 ROOT = Path(__file__).resolve().parents[2]
 QUANTIZED = [name for name, kind in WEIGHT_FORMATS.items() if kind.quantized]
-CLASSES = [ty.EXPERTS["reference"], ty.EXPERTS["grouped"]]
+CLASSES = [EXPERTS["reference"], EXPERTS["grouped"]]
 every_format = pytest.mark.parametrize("weights", QUANTIZED)
 every_class = pytest.mark.parametrize("cls", CLASSES)
 
@@ -63,8 +67,8 @@ def test_any_shape_is_within_the_bound_of_a_bf16_product(cls, weights, part):
         case = drawn(seed, weights)
         experts, received = case.build(cls), case.received(cls)
         finished, unfinished = experts(received, finalize=True), experts(received, finalize=False)
-        assert type(finished) is ty.ExpertRows
-        assert type(unfinished) is ty.UnfinalizedRows
+        assert type(finished) is ExpertRows
+        assert type(unfinished) is UnfinalizedRows
         assert excess(finished.rows_RH, *exact(case)) <= 0, (seed, case.spec)
         assert same_bits(unfinished.finish().rows_RH, finished.rows_RH), (seed, case.spec)
 
@@ -128,18 +132,16 @@ ROWS = {
 
 @every_format
 def test_which_rows_are_taken_is_declared(weights):
-    taken = {rows for rows in ty.FORMATS if takes_rows(weights, formats.get(rows))}
+    taken = {rows for rows in FORMATS if takes_rows(weights, formats.get(rows))}
     plain = {"bf16", "fp16", "fp32"}
     assert taken - plain == {rows.partition("(")[0] for rows in ROWS[weights]} - plain
     for cls in CLASSES:
-        for rows in ty.FORMATS:
+        for rows in FORMATS:
             asked = spec(weights=weights, expert_rows=rows, dtype=torch.float32, experts=cls)
             if rows in taken:
                 ty.draft([asked], 2)
             else:
-                with pytest.raises(
-                    ty.PlanError, match=f"experts with {weights} weights compute on plain rows"
-                ):
+                with pytest.raises(PlanError, match=f"experts with {weights} weights compute on plain rows"):
                     ty.draft([asked], 2)
 
 
@@ -147,7 +149,7 @@ def test_which_rows_are_taken_is_declared(weights):
 def test_layers_match_the_oracle_through_every_exchange(weights):
     # nvfp4 rows are decoded by experts that do not compute on them.
     wires = list(dict.fromkeys([*ROWS[weights], "nvfp4"]))
-    for number, (exchange, wire) in enumerate(itertools.product(ty.EXCHANGES, wires)):
+    for number, (exchange, wire) in enumerate(itertools.product(EXCHANGES, wires)):
         case = Case(
             tokens=(3, 5),
             hidden_size=2880 if "alignment" in wire else 100,
@@ -165,14 +167,14 @@ def test_layers_match_the_oracle_through_every_exchange(weights):
             assert not off, (case, off)
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_mxfp4_weights_with_aligned_mxfp8_rows(exchange):
     """The case of #40960: H 2880, rows padded to 3072, weights padded to nothing."""
     outputs = on_ranks(2, aligned, exchange)
     for found, expected, duties in outputs:
         assert found.shape == (4, 2880)
         assert same_bits(found, expected)
-        assert duties[ty.Duty.QUANTIZE] is duties[ty.Duty.PAD] is ty.Party.SENDER
+        assert duties[Duty.QUANTIZE] is duties[Duty.PAD] is Party.SENDER
 
 
 def aligned(group, exchange):
@@ -236,7 +238,7 @@ def test_39315_mxint4_kernel_against_reference_against_float32(tokens, hidden_si
         x = x_TH[rows]
         return ReceivedRows(rows=formats.get("bf16").encode(x), routes=some, counts_W=(x.shape[0],))
 
-    kernel = ty.EXPERTS["grouped"](layer, weights, adopt=True)
+    kernel = EXPERTS["grouped"](layer, weights, adopt=True)
     y_TH = kernel(received(slice(None))).rows_RH
     # A second reference, independent of ours: unpack by hand, then plain float32 products.
     w13, w2 = (unpacked(part.payloads) for part in (weights.w13, weights.w2))
@@ -249,8 +251,8 @@ def test_39315_mxint4_kernel_against_reference_against_float32(tokens, hidden_si
     assert relative(y_TH, expected_TH) < 1e-5
     one = slice(0, 1) if tokens > 1 else slice(None)
     reference = replace(layer, top_k=1)
-    slow = ty.EXPERTS["reference"](reference, weights, adopt=True)(received(few, one)).rows_RH
-    fast = ty.EXPERTS["grouped"](reference, weights, adopt=True)(received(few, one)).rows_RH
+    slow = EXPERTS["reference"](reference, weights, adopt=True)(received(few, one)).rows_RH
+    fast = EXPERTS["grouped"](reference, weights, adopt=True)(received(few, one)).rows_RH
     assert relative(fast, slow) < 1e-5
     if tokens == 1:
         assert relative(slow, expected_TH) < 1e-5
@@ -302,26 +304,26 @@ def test_weights_know_their_bytes_and_their_parts(weights):
 
 def test_plain_weights_for_a_quantized_layer_are_refused_and_the_fix_is_named():
     layer = spec(weights="mxfp4")
-    (group,) = ty.thread_groups(1)
+    (group,) = thread_groups(1)
     plan = ty.plan([layer], group)
     plain = random_weights(replace(layer, weights="bf16"), 0)
     with pytest.raises(
-        ty.InputError,
+        InputError,
         match=r"layer 'moe', rank 0: w13 is a tensor bfloat16\[5, 16, 32\]; expected a mxfp4 matrix "
         r"\[5, 16, 32\].*fix: quantize plain weights first, `weights.quantize\('mxfp4'\)`",
     ):
         ty.MoELayer(plan, "moe", plain)
-    with pytest.raises(ty.InputError, match=r"w13 is a mxint4 matrix \[5, 16, 32\]; expected a mxfp4 matrix"):
+    with pytest.raises(InputError, match=r"w13 is a mxint4 matrix \[5, 16, 32\]; expected a mxfp4 matrix"):
         ty.MoELayer(plan, "moe", plain.quantize("mxint4"))
-    with pytest.raises(ty.InputError, match=r"w13 is a mxfp4 matrix \[3, 16, 32\]; expected .*\[5, 16, 32\]"):
+    with pytest.raises(InputError, match=r"w13 is a mxfp4 matrix \[3, 16, 32\]; expected .*\[5, 16, 32\]"):
         ty.MoELayer(plan, "moe", replace(plain.quantize("mxfp4").select([0, 1, 2]), experts=None))
-    with pytest.raises(ty.InputError, match="quantizing twice loses twice"):
+    with pytest.raises(InputError, match="quantizing twice loses twice"):
         plain.quantize("mxfp4").quantize("mxint4")
     layer = ty.MoELayer(plan, "moe", plain.quantize("mxfp4"))
-    with pytest.raises(ty.InputError, match=r"w2 is a tensor bfloat16.*expected a mxfp4 matrix"):
+    with pytest.raises(InputError, match=r"w2 is a tensor bfloat16.*expected a mxfp4 matrix"):
         layer.experts.load_(replace(plain.quantize("mxfp4"), w2=plain.w2))
     wide = ty.plan([replace(spec("wide"), weights="bf16")], group)
-    with pytest.raises(ty.InputError, match=r"w13 is a mxfp4 matrix.*expected bfloat16\[5, 16, 32\]"):
+    with pytest.raises(InputError, match=r"w13 is a mxfp4 matrix.*expected bfloat16\[5, 16, 32\]"):
         ty.MoELayer(wide, "wide", plain.quantize("mxfp4"))
 
 
@@ -349,7 +351,7 @@ def test_a_buffer_of_another_dtype_is_found():
     case = drawn(0, "fp8_block128")
     experts = case.build(CLASSES[1])
     experts.w13_data = experts.w13_data.half()
-    with pytest.raises(ty.InputError, match=r"a fp8_block128 matrix .* is held in data float16"):
+    with pytest.raises(InputError, match=r"a fp8_block128 matrix .* is held in data float16"):
         experts(case.received(CLASSES[1]))
 
 

@@ -13,6 +13,8 @@ import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
+from tokenyard.errors import InputError, PlanError
+from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import ExpertWeights, FusedExperts, ReferenceExperts
 from tokenyard.experts.fused import launch
 from tokenyard.experts.fused.tile_configs import SPLIT_OUT, TileConfig, TileConfigs
@@ -325,7 +327,7 @@ def layers(group, exchange):
     return outputs
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_layers_agree_with_the_reference_through_every_exchange(exchange):
     for fused_TH, reference_TH in on_ranks(2, layers, exchange, deadline=120.0):
         # Both are rounded to bf16 at the end; fused experts round between their products, too.
@@ -344,7 +346,7 @@ def more_ranks_than_experts(group, exchange, experts):
     return local, y_TH
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_more_ranks_than_experts(exchange):
     fused, reference = (
         on_ranks(3, more_ranks_than_experts, exchange, experts, deadline=120.0)
@@ -368,7 +370,7 @@ def test_rows_on_a_cpu_are_refused_where_kernels_are_compiled(monkeypatch):
     experts = FusedExperts(case.spec, case.held)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(
-        ty.InputError,
+        InputError,
         # Nothing of Triton's interpreter, which runs these kernels only as `install` mends it.
         match=r"were given rows on cpu; expected rows on a GPU; fix: use experts='grouped', which run anywhere$",
     ):
@@ -378,7 +380,7 @@ def test_rows_on_a_cpu_are_refused_where_kernels_are_compiled(monkeypatch):
 def planned(group):
     try:
         ty.plan([spec(experts="fused")], group)
-    except ty.PlanError as error:
+    except PlanError as error:
         return str(error), [alternative.changes for alternative in error.alternatives]
     return None
 
@@ -420,5 +422,5 @@ def test_tiles_are_chosen_for_the_rows_that_have_an_expert_here(monkeypatch):
 
 def test_routes_of_another_layer_are_refused():
     case = FusedCase(K=2)
-    with pytest.raises(ty.InputError, match="the routes have 3 choices a row; expected 2"):
+    with pytest.raises(InputError, match="the routes have 3 choices a row; expected 2"):
         FusedExperts(case.spec, case.held)(FusedCase(K=3).received())

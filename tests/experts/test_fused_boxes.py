@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, same_bits
+from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts, activation
 from tokenyard.experts.fused import boxes, kernel_choice, kernel_weights, launch
 from tokenyard.experts.fused.tile_configs import SPLIT_OUT, TileConfig, TileConfigs, choose_tiles
@@ -235,7 +235,7 @@ def test_loading_changes_nothing_if_a_part_has_no_numbers(boxed_on_a_cpu):
     case, other = replace(NUMBERS, bias=True), replace(NUMBERS, bias=True, seed=1)
     experts = FusedExperts(case.spec, case.held)
     before = {name: tensor.clone() for name, tensor in experts.named_buffers()}
-    with pytest.raises(ty.InputError, match="is on the meta device"):
+    with pytest.raises(InputError, match="is on the meta device"):
         experts.load_(replace(other.held, b2=other.held.b2.to("meta")))
     for name, tensor in experts.named_buffers():
         assert torch.equal(tensor, before[name]), name
@@ -300,9 +300,7 @@ def test_experts_that_leave_the_gpu_hold_what_they_were_given(case, monkeypatch)
 def test_boxes_that_were_cast_are_refused_until_they_are_cast_back(dtype, boxed_on_a_cpu):
     experts = FusedExperts(NUMBERS.spec, NUMBERS.held).to(dtype)
     assert experts.is_boxed
-    with pytest.raises(
-        ty.InputError, match=r"w13 is .*expected bfloat16, as the layer was planned; fix: cast"
-    ):
+    with pytest.raises(InputError, match=r"w13 is .*expected bfloat16, as the layer was planned; fix: cast"):
         experts(NUMBERS.received())
     experts.to(torch.bfloat16)
     if dtype != torch.float16:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, same_bits
 from tokenyard.conformance.suites import EXPERTS_CHECKS
+from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import recoding
 from tokenyard.formats import QuantizedMatrix, weight_format
@@ -326,7 +326,7 @@ def test_loading_changes_nothing_if_a_part_cannot_be_held(broken):
         bad, match = replace(bad, w2=replace(bad.w2, payloads=payloads)), "is on the meta device"
     experts = FusedExperts(LAYER.spec, LAYER.held)
     before = {name: tensor.clone() for name, tensor in experts.named_buffers()}
-    with pytest.raises(ty.InputError, match=match):
+    with pytest.raises(InputError, match=match):
         experts.load_(bad)
     for name, tensor in experts.named_buffers():
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name

@@ -25,19 +25,19 @@ import torch
 import tokenyard as ty
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
-from tokenyard.elastic import moving
+from tokenyard.elastic import join_plan, moving, take_over
 from tokenyard.elastic.joining import Joining
 from tokenyard.elastic.move_under_way import MoveUnderWay
 from tokenyard.elastic.rebalancing import Progress, Rebalance
 from tokenyard.elastic.resizing import placement_with, placement_without
-from tokenyard.group import DistributedGroup, distributed
+from tokenyard.errors import RankError
+from tokenyard.group import DistributedGroup, distributed, rejoin
+from tokenyard.routing import Placement
 
 DEADLINE = 3.0  # seconds
 WORLD = 3
-OLD = ty.Placement.replicated(ty.Placement.round_robin(6, WORLD), {e: [(e + 1) % WORLD] for e in range(6)})
-NEW = ty.Placement.replicated(
-    ty.Placement.contiguous(6, WORLD), {e: [(e // 2 + 1) % WORLD] for e in range(6)}
-)
+OLD = Placement.replicated(Placement.round_robin(6, WORLD), {e: [(e + 1) % WORLD] for e in range(6)})
+NEW = Placement.replicated(Placement.contiguous(6, WORLD), {e: [(e // 2 + 1) % WORLD] for e in range(6)})
 # What the victim is hit in, and how often it passes there before.
 STAGES = {"agreement": 2, "copying": 12, "ready": 1, "decision": 1, "switch": 1, "switched": 1}
 # The same for one that comes.
@@ -48,7 +48,7 @@ GOALS = {
     "rebalance": NEW,
     "join": placement_with(OLD, 1),
     "grow": placement_with(OLD, 1),
-    "shrink": ty.Placement.explicit(6, placement_without(OLD, [0], [8] * WORLD).table[1:]),
+    "shrink": Placement.explicit(6, placement_without(OLD, [0], [8] * WORLD).table[1:]),
 }
 EXCHANGES = ("one_sided", "two_sided", "allgather")
 _CALLS = 400
@@ -141,7 +141,7 @@ def lay_trap(plan, trial, folder):
     elif trial.stage == "ready":
         before(Rebalance, "_report", lambda _, progress: progress is Progress.READY, after=True)
     elif trial.stage == "decision":
-        moves = plan._moves.under_way
+        moves = plan._changing().moves.under_way
         all_ready = lambda _: moves.move and moves.move.decision == Progress.READY  # noqa: E731
         before(plan.exchange.announcer, "noticed", all_ready, after=True)
     else:
@@ -161,9 +161,9 @@ def come(address, layer, folder):
     """What a fresh rank does, and saw. Where the others do not take it in, or lose another one, it may end."""
     said, plan = {"wrong": 0, "lost": None, "errors": []}, None
     try:
-        plan = ty.join_plan([layer], ty.rejoin(address, rank=WORLD, seconds=5 * DEADLINE))
-        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
-        plan.take_over(seconds=3 * DEADLINE)
+        plan = join_plan([layer], rejoin(address, rank=WORLD, seconds=5 * DEADLINE))
+        built = plan.layer("moe")
+        take_over(plan, seconds=3 * DEADLINE)
         given, due_TH = batch(layer, 5, seed=WORLD), torch.load(Path(folder) / "fresh.pt")
         try:
             for _ in range(3):
@@ -270,7 +270,7 @@ def run(trial):
         world = WORLD + (trial.change in ("join", "grow"))
         try:
             ty.launch(world, rank_main, trial, folder, ranks="processes", deadline=60)
-        except ty.RankError as error:
+        except RankError as error:
             if trial.action != "kill":
                 print(trial, error)
         paths = [Path(folder) / f"rank-{rank}.json" for rank in range(world)]

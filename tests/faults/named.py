@@ -28,11 +28,13 @@ import tokenyard as ty
 from tests.faults.starting import kill
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
+from tokenyard.errors import RankError
+from tokenyard.exchange import EXCHANGES
 
 DEADLINE = 1.0  # seconds
 WORLD = 4
 # What the ranks do: call a layer over an exchange, or make subgroups.
-JOBS = (*ty.EXCHANGES, "subgroups")
+JOBS = (*EXCHANGES, "subgroups")
 # Seconds after the fault within which every rank must have said something. A rank that misses others at a meeting
 # waits for half a minute.
 _LONGEST = 45.0
@@ -167,7 +169,7 @@ def run(trial):
         striking = threading.Thread(target=_strike, args=(trial, folder, ended), daemon=True)
         striking.start()
         # Ranks that leave, or are killed, are an error for `launch`; its deadline is that of the last rank to report.
-        with contextlib.suppress(ty.RankError):
+        with contextlib.suppress(RankError):
             ty.launch(
                 WORLD,
                 _with_deadline,

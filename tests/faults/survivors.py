@@ -18,6 +18,8 @@ import torch
 import tokenyard as ty
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
+from tokenyard.errors import RankError
+from tokenyard.routing import Placement
 
 DEADLINE = 10.0  # seconds
 EXCHANGES = ("one_sided", "two_sided", "allgather")
@@ -53,11 +55,11 @@ def draw(seed):
 
 def rank_main(group, trial, folder):
     """How many results of this rank were wrong, and who is gone at its end."""
-    twice = ty.Placement.replicated(
-        ty.Placement.contiguous(8, group.size),
+    twice = Placement.replicated(
+        Placement.contiguous(8, group.size),
         {
             expert: [(rank + 1) % group.size]
-            for rank, row in enumerate(ty.Placement.contiguous(8, group.size).table)
+            for rank, row in enumerate(Placement.contiguous(8, group.size).table)
             for expert in row
         },
     )
@@ -77,7 +79,7 @@ def rank_main(group, trial, folder):
             wrong += not torch.equal(found_TH, y_TH)
         if group.rank == trial.victim and step == _STEPS // 2:
             time.sleep(1.0)  # it is killed in any case
-    said = {"wrong": wrong, "lost": list(plan.lost), "told": plan.stats()["first"].lost}
+    said = {"wrong": wrong, "lost": plan.stats()["first"].lost}
     (Path(folder) / f"rank-{group.rank}.json").write_text(json.dumps(said))
 
 
@@ -86,7 +88,7 @@ def run(trial):
     with tempfile.TemporaryDirectory(prefix="survivors-") as folder:
         try:
             ty.launch(trial.world, rank_main, trial, folder, ranks="processes", deadline=DEADLINE)
-        except ty.RankError as error:
+        except RankError as error:
             if f"rank {trial.victim}" not in str(error):
                 print(error)
         paths = [Path(folder) / f"rank-{rank}.json" for rank in range(trial.world)]
@@ -95,7 +97,7 @@ def run(trial):
 
 def complaints(trial, said_by_rank):
     """What is wrong with what the ranks of a trial said."""
-    expected = {"wrong": 0, "lost": [trial.victim], "told": [trial.victim]}
+    expected = {"wrong": 0, "lost": [trial.victim]}
     return [
         f"rank {rank}: {said}"
         for rank, said in enumerate(said_by_rank)

@@ -27,6 +27,7 @@ from tests.faults.judge import Finding, judge
 from tests.faults.kinds import EXCHANGES, KINDS
 from tests.faults.report import is_good, markdown, summarize
 from tests.faults.timestamps import Timestamps
+from tokenyard.errors import RankError
 
 PAGE = ROOT / "docs" / "guide" / "faults.md"
 RESULTS = ROOT / "bench" / "results" / "faults-cpu.json"
@@ -103,7 +104,7 @@ def written(folder, **changes):
             (done if name in done else entry)[name] = value
         lines = [entry, done, {"end": True}]
         (folder / f"record-{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return judge(SESSION, folder, error=ty.RankError(0, ValueError("…")))
+    return judge(SESSION, folder, error=RankError(0, ValueError("…")))
 
 
 def test_what_is_right_is_found_right(tmp_path):
@@ -150,7 +151,7 @@ def test_a_wait_that_was_cut_short_is_found(tmp_path):
 def test_a_rank_without_a_record_is_found(tmp_path):
     written(tmp_path)
     (tmp_path / "record-2.jsonl").unlink()
-    (finding,) = judge(SESSION, tmp_path, error=ty.RankError(0, ValueError("…")))
+    (finding,) = judge(SESSION, tmp_path, error=RankError(0, ValueError("…")))
     assert "rank 2 did not come through" in finding.complaints
 
 

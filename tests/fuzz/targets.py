@@ -21,10 +21,15 @@ import tokenyard as ty
 from tests.cli.runner import MIXTRAL, call
 from tests.fuzz.garbage import JSON, NUMBERS, TEXTS, anything, changed, mostly, ours, peculiar, plain, tensors
 from tests.models import batch, build
-from tokenyard.checkpoints import open_checkpoint
+from tokenyard.checkpoints import Checkpoint, open_checkpoint
+from tokenyard.errors import PeerFailed
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.announcement import Announcement
+from tokenyard.formats import FORMATS, Payload
 from tokenyard.group.base import Group
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
+from tokenyard.planning import Draft
+from tokenyard.routing import GroupedSigmoidRouter, Placement, SoftmaxRouter, TopLogitsRouter
 
 FIELDS = [field.name for field in dataclasses.fields(ty.LayerSpec)]
 SPEC = {
@@ -37,7 +42,7 @@ SPEC = {
 }
 
 
-def use(drafted: ty.Draft) -> None:
+def use(drafted: Draft) -> None:
     """What a plan does with a draft before the first token."""
     assert str(drafted)
     json.dumps(drafted.fields())
@@ -54,11 +59,11 @@ def fields_of(kinds: st.SearchStrategy) -> st.SearchStrategy:
 def layer_specs(changes):
     """`LayerSpec`, any value of any type in any field."""
     drafted = ours(lambda: ty.draft([ty.LayerSpec(**{**SPEC, **changes})], 2))
-    if isinstance(drafted, ty.Draft):
+    if isinstance(drafted, Draft):
         use(drafted)
 
 
-FORMATS = st.sampled_from([None, *ty.FORMATS, "mxfp8(alignment=64)"])
+ROW_FORMATS = st.sampled_from([None, *FORMATS, "mxfp8(alignment=64)"])
 SIZES = mostly(st.integers(1, 70), st.sampled_from([4096, 65536, 2**31 - 1, 10**9, 10**12, 10**15]))
 
 
@@ -70,12 +75,12 @@ def placements(draw):
     if make == "name":
         return draw(mostly(st.sampled_from(["contiguous", "round_robin"]), TEXTS))
     if make == "explicit":
-        return ours(ty.Placement.explicit, draw(SIZES), draw(mostly(table, anything())))
+        return ours(Placement.explicit, draw(SIZES), draw(mostly(table, anything())))
     if make == "replicated":
-        base = ours(ty.Placement.contiguous, draw(st.integers(1, 5)), draw(st.integers(1, 3)))
+        base = ours(Placement.contiguous, draw(st.integers(1, 5)), draw(st.integers(1, 3)))
         replicas = st.dictionaries(st.integers(-1, 5), st.lists(st.integers(-1, 3), max_size=3), max_size=3)
-        return ours(ty.Placement.replicated, base, draw(mostly(replicas, anything())))
-    return ours(ty.Placement.contiguous, draw(anything()), draw(anything()))
+        return ours(Placement.replicated, base, draw(mostly(replicas, anything())))
+    return ours(Placement.contiguous, draw(anything()), draw(anything()))
 
 
 @st.composite
@@ -83,11 +88,11 @@ def routers(draw):
     """Routers of any kind, with any settings."""
     if draw(st.booleans()):
         return None
-    kind = draw(st.sampled_from([ty.SoftmaxRouter, ty.GroupedSigmoidRouter, ty.TopLogitsRouter]))
+    kind = draw(st.sampled_from([SoftmaxRouter, GroupedSigmoidRouter, TopLogitsRouter]))
     settings = {"top_k": draw(mostly(st.integers(1, 5), anything()))}
     settings["renormalize"] = draw(mostly(st.booleans(), anything()))
     settings["routed_scaling"] = draw(mostly(st.just(1.0), st.floats(), anything()))
-    if kind is ty.GroupedSigmoidRouter:
+    if kind is GroupedSigmoidRouter:
         settings["num_groups"] = draw(mostly(st.just(1), st.integers(1, 5), anything()))
         settings["choice_bias_E"] = draw(st.one_of(st.none(), st.just(torch.zeros(5)), tensors()))
     return ours(kind, **settings)
@@ -105,8 +110,8 @@ def layers(draw):
         max_tokens=draw(st.one_of(st.none(), SIZES)),
         dtype=draw(mostly(st.just(torch.bfloat16), st.just(torch.float32))),
         wire=draw(mostly(st.sampled_from([None, "mxfp8", "fp8_block128"]), FORMATS)),
-        combine_wire=draw(mostly(st.none(), FORMATS)),
-        expert_rows=draw(mostly(st.none(), FORMATS)),
+        combine_wire=draw(mostly(st.none(), ROW_FORMATS)),
+        expert_rows=draw(mostly(st.none(), ROW_FORMATS)),
         experts=draw(mostly(st.sampled_from(["grouped", "reference"]), st.just("self_routing"), TEXTS)),
         weights=draw(mostly(st.just("bf16"), st.sampled_from(["fp32", "mxfp4"]), TEXTS)),
         placement=draw(placements()),
@@ -121,14 +126,14 @@ def layers(draw):
         st.lists(layers(), max_size=3),
     ),
     world=mostly(st.integers(1, 4), SIZES, anything()),
-    exchange=mostly(st.sampled_from([*ty.EXCHANGES]), TEXTS, anything()),
+    exchange=mostly(st.sampled_from([*EXCHANGES]), TEXTS, anything()),
     max_tokens=mostly(SIZES, anything()),
     in_flight=mostly(st.integers(1, 3), NUMBERS),
 )
 def drafts(specs, world, exchange, max_tokens, in_flight):
     """Plans of random layers, on any number of ranks, for any number of tokens."""
     made = ours(ty.draft, specs, world, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
-    if isinstance(made, ty.Draft):
+    if isinstance(made, Draft):
         use(made)
 
 
@@ -167,7 +172,7 @@ def peculiar_routes(draw):
     )
 
 
-LAYER = ty.LayerSpec(**SPEC, payloads=(ty.Payload(name="tag", dtype=torch.int64, width=2),))
+LAYER = ty.LayerSpec(**SPEC, payloads=(Payload(name="tag", dtype=torch.int64, width=2),))
 X_TH, ROUTES = batch(LAYER, 4)
 TAG = torch.arange(8).view(4, 2)
 
@@ -197,13 +202,13 @@ def serve(group: Group, exchange: str, bad) -> tuple[object, torch.Tensor]:
     return outcome, built(X_TH, ROUTES, payloads={"tag": TAG})
 
 
-@given(bad=calls(), exchange=st.sampled_from([*ty.EXCHANGES]))
+@given(bad=calls(), exchange=st.sampled_from([*EXCHANGES]))
 def layer_calls(bad, exchange):
     """Calls of a layer: garbage on one rank is its own error, reaches the other, and the next call is as ever."""
     outcomes, after = zip(*ty.launch(2, serve, exchange, bad, deadline=20.0), strict=True)
     assert isinstance(outcomes[0], (torch.Tensor, ty.TokenyardError))
     failed = isinstance(outcomes[0], ty.TokenyardError)
-    assert isinstance(outcomes[1], ty.PeerFailed if failed else torch.Tensor), outcomes
+    assert isinstance(outcomes[1], PeerFailed if failed else torch.Tensor), outcomes
     assert torch.equal(after[0], after[1]), "both brought the same tokens"
     assert after[0].isfinite().all()
 
@@ -245,7 +250,7 @@ def read_all(folder: Path, config: object) -> None:
     """Open a checkpoint and read all of it."""
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = ours(open_checkpoint, folder)
-    if isinstance(checkpoint, ty.Checkpoint):
+    if isinstance(checkpoint, Checkpoint):
         on_disk = sum(file.stat().st_size for file in folder.iterdir())
         assert checkpoint.nbytes <= on_disk
         for layer in checkpoint.layers:

@@ -15,7 +15,10 @@ import pytest
 import tokenyard as ty
 from tests.fuzz.targets import BODY, CONFIGS
 from tokenyard.checkpoints import open_checkpoint
+from tokenyard.errors import GroupError
+from tokenyard.formats import Payload
 from tokenyard.integrations.huggingface import layers_from_config
+from tokenyard.routing import Placement
 
 SPEC = ty.LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, max_tokens=16)
 # Bytes beyond what the process has when it starts. Each case alone would take gigabytes, were it taken at its word.
@@ -67,14 +70,14 @@ CASES = {
         [replace(SPEC, hidden_size=2**31 - 1, max_tokens=2**31 - 1)], 2
     ),
     "draft payload of 10**12": lambda: ty.draft(
-        [replace(SPEC, payloads=(ty.Payload(name="tag", dtype=SPEC.dtype, width=10**12),))], 2
+        [replace(SPEC, payloads=(Payload(name="tag", dtype=SPEC.dtype, width=10**12),))], 2
     ),
     "draft wire of alignment 32 * 10**30": lambda: ty.draft(
         [replace(SPEC, wire=f"mxfp8(alignment={32 * 10**30})")], 2
     ),
-    "placement of 10**9 experts": lambda: ty.Placement.contiguous(10**9, 2),
-    "placement on 10**9 ranks": lambda: ty.Placement.round_robin(2, 10**9),
-    "placement of 10**9 experts in a table": lambda: ty.Placement.explicit(10**9, [[0]]),
+    "placement of 10**9 experts": lambda: Placement.contiguous(10**9, 2),
+    "placement on 10**9 ranks": lambda: Placement.round_robin(2, 10**9),
+    "placement of 10**9 experts in a table": lambda: Placement.explicit(10**9, [[0]]),
     "launch of 10**9 ranks": lambda: ty.launch(10**9, print),
     "workspace of terabytes": on_a_rank(hidden_size=2**20, max_tokens=2**20),
     "header of 2**62 bytes": a_header(2**62, b"{}"),
@@ -134,7 +137,7 @@ def test_a_workspace_is_refused_by_all_ranks_before_one_takes_memory(monkeypatch
     monkeypatch.setattr("tokenyard.group.memory.available_memory", lambda: 10_000)
 
     def say(group):
-        with pytest.raises(ty.GroupError) as caught:
+        with pytest.raises(GroupError) as caught:
             ty.plan([SPEC], group, exchange="one_sided")
         return str(caught.value)
 

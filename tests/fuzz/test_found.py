@@ -18,8 +18,11 @@ from tests.fuzz.targets import BODY, HEADER, LAYER, ROUTES, SPEC, TAG, X_TH, ser
 from tests.models import batch, build, on_ranks, spec
 from tokenyard import formats
 from tokenyard.checkpoints import open_checkpoint
-from tokenyard.errors import shown
+from tokenyard.errors import CheckpointError, HandleError, InputError, PlanError, UnknownName, shown
+from tokenyard.exchange import EXCHANGES
+from tokenyard.formats import Payload
 from tokenyard.integrations.huggingface import layers_from_config
+from tokenyard.routing import Placement, SoftmaxRouter
 
 # -- Layers and plans ----------------------------------------------------------------------------------------
 
@@ -43,9 +46,9 @@ from tokenyard.integrations.huggingface import layers_from_config
         ("routed_scaling", 10**400),
         ("payloads", None),
         ("payloads", "tag"),
-        ("payloads", (ty.Payload(name="tag", dtype="int64", width=1),)),
-        ("payloads", (ty.Payload(name="tag", dtype=torch.int64, width="1"),)),
-        ("payloads", (ty.Payload(name=None, dtype=torch.int64, width=1),)),
+        ("payloads", (Payload(name="tag", dtype="int64", width=1),)),
+        ("payloads", (Payload(name="tag", dtype=torch.int64, width="1"),)),
+        ("payloads", (Payload(name=None, dtype=torch.int64, width=1),)),
         ("tensor_parallel", torch.ones(2)),
         ("hidden_size", 10**5000),
         ("placement", Rude()),
@@ -54,13 +57,13 @@ from tokenyard.integrations.huggingface import layers_from_config
 )
 def test_a_field_of_the_wrong_type_is_a_plan_error_and_no_crash(field, value):
     error = ours(lambda: ty.draft([ty.LayerSpec(**{**SPEC, field: value})], 2))
-    assert isinstance(error, (ty.PlanError, ty.UnknownName)), error
-    assert field in str(error) or isinstance(error, ty.UnknownName)
+    assert isinstance(error, (PlanError, UnknownName)), error
+    assert field in str(error) or isinstance(error, UnknownName)
 
 
 @pytest.mark.parametrize("layers", [None, 3, torch.tensor(3), "moe", [None], [[]]], ids=str)
 def test_layers_that_are_none(layers):
-    assert isinstance(ours(ty.draft, layers, 2), ty.InputError)
+    assert isinstance(ours(ty.draft, layers, 2), InputError)
 
 
 @pytest.mark.parametrize("argument", ["world", "in_flight"])
@@ -68,18 +71,18 @@ def test_layers_that_are_none(layers):
 def test_counts_of_a_plan_are_whole_numbers_with_an_end(argument, value):
     arguments = {"world": 2, "in_flight": 1, argument: value}
     error = ours(ty.draft, [ty.LayerSpec(**SPEC)], **arguments)
-    assert isinstance(error, ty.InputError)
+    assert isinstance(error, InputError)
     assert f"{argument} is {value!r}" in str(error)
 
 
 def test_an_exchange_that_cannot_be_hashed_is_refused():
-    assert isinstance(ours(ty.draft, [ty.LayerSpec(**SPEC)], 2, exchange=["one_sided"]), ty.InputError)
+    assert isinstance(ours(ty.draft, [ty.LayerSpec(**SPEC)], 2, exchange=["one_sided"]), InputError)
 
 
 def test_a_thousand_tries_for_alternatives_share_one_table_of_experts():
     """Each of them made a table of 65,536 experts: minutes, where there are no alternatives to be found."""
     spec = ty.LayerSpec(**{**SPEC, "num_experts": 65536, "wire": "fp32", "combine_wire": "fp32"})
-    made, make = 0, ty.Placement.__post_init__
+    made, make = 0, Placement.__post_init__
 
     def counted(self):
         nonlocal made
@@ -87,23 +90,23 @@ def test_a_thousand_tries_for_alternatives_share_one_table_of_experts():
         make(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ty.Placement, "__post_init__", counted)
-        assert isinstance(ours(ty.draft, [spec], 3, max_tokens=1), ty.PlanError)
+        patch.setattr(Placement, "__post_init__", counted)
+        assert isinstance(ours(ty.draft, [spec], 3, max_tokens=1), PlanError)
     # The layer as it is, for each exchange that `auto` asks; and contiguous and round_robin for all tries.
-    assert made <= len(ty.EXCHANGES) + 2
+    assert made <= len(EXCHANGES) + 2
 
 
 def test_an_expert_that_is_twice_on_a_rank_is_found_at_once():
     started = time.process_time()
-    error = ours(ty.Placement.explicit, 60_000, [[*range(60_000), 59_999]])
+    error = ours(Placement.explicit, 60_000, [[*range(60_000), 59_999]])
     assert "holds expert 59999 more than once" in str(error)
     assert time.process_time() - started < 20  # seconds; counting each of them by hand took 60,000² steps
 
 
 @pytest.mark.parametrize("table", [5, None, [[0], 3], [["a"]], Rude(), [[0.5]]], ids=shown)
 def test_a_table_that_is_none(table):
-    assert isinstance(ours(ty.Placement.explicit, 1, table), ty.InputError)
-    assert isinstance(ours(ty.Placement.replicated, ty.Placement.contiguous(2, 2), table), ty.InputError)
+    assert isinstance(ours(Placement.explicit, 1, table), InputError)
+    assert isinstance(ours(Placement.replicated, Placement.contiguous(2, 2), table), InputError)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +121,12 @@ def test_a_table_that_is_none(table):
     ids=str,
 )
 def test_settings_of_a_router_of_the_wrong_type(settings):
-    assert isinstance(ours(ty.SoftmaxRouter, **{"top_k": 2, "renormalize": True, **settings}), ty.InputError)
+    assert isinstance(ours(SoftmaxRouter, **{"top_k": 2, "renormalize": True, **settings}), InputError)
 
 
 def test_a_number_too_long_to_be_written_in_a_config():
     error = ours(layers_from_config, {"model_type": "mixtral", "hidden_size": 10**5000})
-    assert isinstance(error, ty.InputError)
+    assert isinstance(error, InputError)
 
 
 UNREADABLE = [
@@ -146,7 +149,7 @@ UNREADABLE = [
 @pytest.mark.parametrize("inside", UNREADABLE, ids=lambda text: shown(text, most=24))
 def test_parameters_of_a_format_that_cannot_be_read(inside):
     """Python's own parser ran out of memory on some of these."""
-    assert isinstance(ours(formats.get, f"mxfp8({inside})"), (ty.InputError, ty.UnknownName))
+    assert isinstance(ours(formats.get, f"mxfp8({inside})"), (InputError, UnknownName))
 
 
 def test_formats_are_read_by_many_threads_at_a_time():
@@ -185,9 +188,9 @@ def test_a_tensor_of_the_right_shape_and_a_peculiar_form_is_taken_or_refused(kin
     for argument, changed in calls.items():
         call = {"x_TH": X_TH, "routes": ROUTES, "payloads": {"tag": TAG}, **changed}
         outcome = on_ranks(1, serve, "two_sided", call)[0][0]
-        expected = ty.InputError if argument in REFUSED.get(kind, ()) else torch.Tensor
+        expected = InputError if argument in REFUSED.get(kind, ()) else torch.Tensor
         if kind.endswith("a gradient") and argument in ("x_TH", "weights", "add"):
-            expected = ty.HandleError  # a layer in training mode
+            expected = HandleError  # a layer in training mode
         assert isinstance(outcome, expected), (argument, outcome)
 
 
@@ -227,7 +230,7 @@ def test_payloads_that_are_no_mapping_of_names_to_tensors(payloads):
         built = build(ty.plan([LAYER], group), "moe")
         return ours(built, X_TH, ROUTES, payloads=payloads)
 
-    assert isinstance(on_ranks(1, call)[0], ty.InputError)
+    assert isinstance(on_ranks(1, call)[0], InputError)
 
 
 @pytest.mark.parametrize("scaled_by", [None, "1", float("nan"), 10**400, torch.ones(2)], ids=shown)
@@ -235,7 +238,7 @@ def test_routes_scaled_by_what_is_no_number(scaled_by):
     routes = ty.Routes(
         topk_ids_TK=ROUTES.topk_ids_TK, topk_weights_TK=ROUTES.topk_weights_TK, scaled_by=scaled_by
     )
-    assert isinstance(ours(routes.check, 5), ty.InputError)
+    assert isinstance(ours(routes.check, 5), InputError)
 
 
 # -- Files ---------------------------------------------------------------------------------------------------
@@ -261,25 +264,25 @@ def checkpoint(folder: Path, **tensors: dict) -> Path:
 def test_a_shape_that_no_tensor_has(tmp_path, shape):
     wrong = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
     error = ours(open_checkpoint, checkpoint(tmp_path, b=wrong))
-    assert isinstance(error, ty.CheckpointError)
+    assert isinstance(error, CheckpointError)
     assert error.tensor == "b"
 
 
 def test_a_file_without_end_or_beginning_is_not_read(tmp_path):
     """An index that is /dev/zero was read until the memory was full, and weights that are a pipe never came."""
-    assert isinstance(ours(layers_from_config, "/dev/zero"), ty.InputError)
+    assert isinstance(ours(layers_from_config, "/dev/zero"), InputError)
     index = checkpoint(tmp_path) / "model.safetensors.index.json"
     index.symlink_to("/dev/zero")
-    assert isinstance(ours(open_checkpoint, tmp_path), ty.CheckpointError)
+    assert isinstance(ours(open_checkpoint, tmp_path), CheckpointError)
     index.unlink()
     os.mkfifo(tmp_path / "more.safetensors")
     error = ours(open_checkpoint, tmp_path)
-    assert isinstance(error, ty.CheckpointError)
+    assert isinstance(error, CheckpointError)
     assert "more.safetensors is no file" in str(error)
 
 
 def test_a_path_too_long_for_the_system(tmp_path):
-    assert isinstance(ours(open_checkpoint, tmp_path / ("x" * 3000)), ty.CheckpointError)
+    assert isinstance(ours(open_checkpoint, tmp_path / ("x" * 3000)), CheckpointError)
     index = json.dumps({"weight_map": {"a": "x" * 3000 + ".safetensors"}})
     (checkpoint(tmp_path) / "model.safetensors.index.json").write_text(index)
-    assert isinstance(ours(open_checkpoint, tmp_path), ty.CheckpointError)
+    assert isinstance(ours(open_checkpoint, tmp_path), CheckpointError)

@@ -15,6 +15,7 @@ from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.transports.one_sided.cuda.results import choice_places
 from tokenyard.experts import FusedExperts
+from tokenyard.routing import Placement
 from tokenyard.rows import LocalRoutes, ReceivedRows, UnfinalizedRows, check_choice_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -147,7 +148,7 @@ def test_bits_depend_on_neither_ranks_nor_placement(weights, wire, combine_wire)
     )
     ((alone_TH, _),) = on_ranks(1, run_choices, layer, [(x_TH, together)], device="cuda", deadline=120.0)
     assert alone_TH.float().norm() > 1
-    copied = ty.Placement.replicated(ty.Placement.round_robin(8, 4), {0: [1], 5: [2, 3], 7: [0]})
+    copied = Placement.replicated(Placement.round_robin(8, 4), {0: [1], 5: [2, 3], 7: [0]})
     for placement in ("contiguous", copied):
         by_rank = on_ranks(
             4, run_choices, replace(layer, placement=placement), batches, device="cuda", deadline=120.0

@@ -7,6 +7,8 @@ from torch import nn
 import tokenyard as ty
 from tests.models import batch, build, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.group import thread_groups
+from tokenyard.routing import SoftmaxRouter
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +20,7 @@ def _nothing_compiled():
 
 @torch.no_grad()
 def compiled_and_eager(group, options, with_out):
-    layers = [spec("routes", wire="mxfp8"), spec("logits", router=ty.SoftmaxRouter(2, renormalize=True))]
+    layers = [spec("routes", wire="mxfp8"), spec("logits", router=SoftmaxRouter(2, renormalize=True))]
     plan = ty.plan(layers, group, exchange="one_sided")
     shared = nn.Linear(32, 32, dtype=torch.bfloat16)
     by_routes = build(plan, "routes", shared=shared).cuda()
@@ -50,5 +52,5 @@ GRAPHS_BETWEEN_LAYERS = {"triton.cudagraphs": True, "custom_should_partition_ops
 @pytest.mark.parametrize(("options", "with_out"), [({}, True), (GRAPHS_BETWEEN_LAYERS, False)])
 def test_one_graph_with_the_bits_of_an_eager_call(options, with_out):
     # The compiler's CUDA graphs live in the main thread alone.
-    (group,) = ty.thread_groups(1, device="cuda", deadline=120.0)
+    (group,) = thread_groups(1, device="cuda", deadline=120.0)
     assert compiled_and_eager(group, options, with_out)

@@ -32,6 +32,7 @@ from tokenyard import formats
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.suites import assert_passed, check_experts
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import ContractError, InputError
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import kernel_weights, launch, packing, recoding
 from tokenyard.experts.fused.tile_configs import (
@@ -275,7 +276,7 @@ def test_recoded_weights_are_held_once_and_given_back():
     assert set(experts.state_dict()) == set(other.held.by_name())
     assert same_bits(experts.cuda()(case.received()).rows_RH, built(other)(case.received()).rows_RH)
     other.held.w2.payloads["scales"][3, 5] -= 14
-    with pytest.raises(ty.InputError, match=r"w2 has an output that would change .*fix: make new experts"):
+    with pytest.raises(InputError, match=r"w2 has an output that would change .*fix: make new experts"):
         experts.load_(other.held)
     refused = FusedExperts(other.spec, other.held)
     assert not refused.is_recoded
@@ -349,7 +350,7 @@ def test_what_has_no_fixed_shape_is_not_captured():
     experts, received = built(case), case.received()
     experts(received, finalize=False)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ty.ContractError, match="captured without finalizing"), torch.cuda.graph(graph):
+    with pytest.raises(ContractError, match="captured without finalizing"), torch.cuda.graph(graph):
         experts(received, finalize=False)
 
 

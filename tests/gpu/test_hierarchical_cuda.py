@@ -12,9 +12,12 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import ContractError
 from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
+from tokenyard.layer import overlapped
 from tokenyard.planning.draft_text import links
 from tokenyard.routing import Placement
+from tokenyard.rows import ExpertRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -105,7 +108,7 @@ def everywhere(group):
         arrival = plan.exchange.dispatch(exchange_spec, plan.exchange.encode(exchange_spec, x_TH), routes)
     rows_RH = torch.zeros(arrival.received.num_rows, layer.hidden_size, device=group.device)
     with Meter(group) as back:
-        plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=rows_RH))
+        plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH))
     (here,) = [ranks for ranks in group.hosts() if group.rank in ranks]
     elsewhere = [rank for rank in range(group.size) if rank not in here]
     head = plan.exchange.transport.mailbox.head_bytes
@@ -163,7 +166,7 @@ def started(group, layer):
         same += [same_bits(y_TH, want_TH) for y_TH, want_TH in zip(found, wanted, strict=True)]
         x_TH, routes = batches[1]
         halves = torch.cat([built(*part) for part in parts_of(x_TH, routes)])
-        same.append(same_bits(ty.overlapped(built, x_TH, routes), halves))
+        same.append(same_bits(overlapped(built, x_TH, routes), halves))
     return same
 
 
@@ -187,7 +190,7 @@ def fails_at(group, rank, phase):
     compute = built.experts.compute
 
     def broken(*arguments, **options):
-        raise ty.ContractError("the expert is broken", expected="one that works", fix="mend it")
+        raise ContractError("the expert is broken", expected="one that works", fix="mend it")
 
     if group.rank == rank and phase == "dispatch":
         error = raised(built, x_TH, None)

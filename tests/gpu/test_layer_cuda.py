@@ -7,6 +7,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.errors import InputError
 
 pytestmark = pytest.mark.gpu
 
@@ -52,5 +53,5 @@ def test_rows_on_the_cpu_are_refused_before_anything_moves(group):
     layer = spec()
     built = build(ty.plan([layer], group), layer.name).cuda()
     x_TH, routes = batch(layer, 3)
-    with pytest.raises(ty.InputError, match="x_TH is on cpu; expected cuda"):
+    with pytest.raises(InputError, match="x_TH is on cpu; expected cuda"):
         built(x_TH, routes)

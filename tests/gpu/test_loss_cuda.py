@@ -16,6 +16,7 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
+from tokenyard.errors import RankError
 from tokenyard.exchange import Pending, SharedMemoryTransport
 
 pytestmark = pytest.mark.gpu
@@ -127,7 +128,7 @@ A_LITTLE = 100 * 2**20
 def test_survivors_name_the_killed_rank_in_time_and_go_on_with_their_contexts(moment, tmp_path):
     torch.cuda.init()
     before, _ = torch.cuda.mem_get_info()
-    with pytest.raises(ty.RankError) as caught:
+    with pytest.raises(RankError) as caught:
         ty.launch(WORLD, live_through, str(tmp_path), moment, ranks="processes", device="cuda", deadline=60.0)
     assert caught.value.rank == LOST
     until = time.monotonic() + 10  # the driver takes back what a killed process had

@@ -13,6 +13,7 @@ from tests.gpu.test_one_sided_cuda import there
 from tests.gpu.test_overlap_cuda import capture, on_gpu
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.routing import Placement
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -21,10 +22,10 @@ _COMPILING = threading.Lock()
 
 
 PLACEMENTS = [
-    ty.Placement.round_robin(8, 3),
-    ty.Placement.replicated(ty.Placement.contiguous(8, 3), {0: [1], 7: [0, 1]}),
-    ty.Placement.explicit(8, [[7, 1, 2], [3, 5, 4], [6, 0]]),
-    ty.Placement.contiguous(8, 3),
+    Placement.round_robin(8, 3),
+    Placement.replicated(Placement.contiguous(8, 3), {0: [1], 7: [0, 1]}),
+    Placement.explicit(8, [[7, 1, 2], [3, 5, 4], [6, 0]]),
+    Placement.contiguous(8, 3),
 ]
 
 
@@ -147,7 +148,7 @@ def captured_before(group, layer):
 def test_a_captured_graph_serves_the_placement_that_experts_moved_to(weights, wire, experts):
     layer = spec(
         hidden_size=256, intermediate_size=128, num_experts=8, top_k=3, max_tokens=12, weights=weights, wire=wire,
-        experts=experts, spare_experts=2, placement=ty.Placement.contiguous(8, 3),
+        experts=experts, spare_experts=2, placement=Placement.contiguous(8, 3),
     )  # fmt: skip
     for same in on_ranks(3, captured_before, layer, device="cuda", deadline=60.0):
         assert same == [(True, True)] * len(same)

@@ -12,6 +12,7 @@ from tests.gpu import overlap
 from tests.gpu.overlap import capture, on_gpu
 from tests.models import build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.layer import overlapped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -47,7 +48,7 @@ def started(group, layer, sms):
         ]
         x_TH, routes = batches[1]
         halves = torch.cat([built(*part) for part in parts_of(x_TH, routes)])
-        same.append(same_bits(ty.overlapped(built, x_TH, routes), halves))
+        same.append(same_bits(overlapped(built, x_TH, routes), halves))
     plan.close()
     return same
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.experts.fused_cases import check_case, same_bits
 from tests.gpu.fused_on_gpu import (
     BASE,
@@ -18,6 +17,7 @@ from tests.gpu.fused_on_gpu import (
     relative,
     within,
 )
+from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import kernel_weights, packing, recoding
 from tokenyard.experts.fused.tile_configs import (
@@ -50,7 +50,7 @@ def test_packed_weights_are_held_once_and_given_back(weights):
     assert same_bits(experts(case.received()).rows_RH, built(other)(case.received()).rows_RH)
     scales = other.held.w2.payloads["scales"]
     scales[3, 5, 1] = {"mxint4": 2.0**14, "mxfp4": 250, "nvfp4": -1.0}[weights]
-    with pytest.raises(ty.InputError, match=r"w2 has scales (beyond|below) .*fix: make new experts"):
+    with pytest.raises(InputError, match=r"w2 has scales (beyond|below) .*fix: make new experts"):
         experts.load_(other.held)
     refused = FusedExperts(other.spec, other.held)
     assert not refused.is_packed
@@ -231,7 +231,7 @@ def test_weights_that_codes_would_round_are_not_made_codes():
     case.held.w2.payloads["scales"][3, 5, 0] = (
         case.held.w2.payloads["scales"][3, 5, 1] - packing.CODE_RANGE - 1
     )
-    with pytest.raises(ty.InputError, match=r"an output whose scales differ .*fix: make new experts"):
+    with pytest.raises(InputError, match=r"an output whose scales differ .*fix: make new experts"):
         experts.load_(case.held)
     other = built(case)
     assert other.is_packed
@@ -271,7 +271,7 @@ def test_expandable_weights_are_replaced_in_place_moved_and_refused():
     experts.cuda()
     assert same_bits(experts(case.received()).rows_RH, fresh(case.received()).rows_RH)
     other.held.w2.payloads["scales"][3, 5] -= 25
-    with pytest.raises(ty.InputError, match=r"w2 has an output that would change .*fix: make new experts"):
+    with pytest.raises(InputError, match=r"w2 has an output that would change .*fix: make new experts"):
         experts.load_(other.held)
     refused = FusedExperts(other.spec, other.held)
     assert refused.is_packed

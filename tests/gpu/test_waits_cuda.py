@@ -13,6 +13,7 @@ from tests.gpu.test_moves_cuda import load_kernels
 from tests.gpu.test_overlap_cuda import on_gpu
 from tests.models import build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.errors import InputError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -111,7 +112,7 @@ def call(moe, x_TH, routes):
     try:
         moe(x_TH, routes)
     except TypeError as error:
-        raise ty.InputError(str(error), expected="", fix="") from error
+        raise InputError(str(error), expected="", fix="") from error
 
 
 def test_errors_of_one_rank_reach_all_in_the_same_call():

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from tests.models import raised
-from tokenyard.errors import PeerLost
+from tokenyard.errors import ConcurrentUse, GroupError, PeerLost, RankError
+from tokenyard.exchange import EXCHANGES
 from tokenyard.group import readmission
 from tokenyard.group.failure_detector import FailureDetector
 from tokenyard.group.readmission import meet
@@ -82,9 +83,9 @@ def killed_in_a_call(group, exchange, folder):
     (folder / str(group.rank)).write_text(json.dumps([error.peers, str(error)]))
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_killed_process_is_said_to_have_ended(exchange, tmp_path):
-    with pytest.raises(ty.RankError, match="exit code -9"):
+    with pytest.raises(RankError, match="exit code -9"):
         ty.launch(3, killed_in_a_call, exchange, tmp_path, ranks="processes", deadline=20)
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert set(found) == {"0", "2"}
@@ -157,14 +158,14 @@ def dies_while_subgroups_are_made(group, folder, delay):
     try:
         while time.monotonic() < until:
             group.subgroup([0, 1, 2, 3]).barrier()
-    except ty.GroupError as error:
+    except GroupError as error:
         (folder / str(group.rank)).write_text(json.dumps(error.peers))
         time.sleep(1.5)  # it lives on: nobody may blame it
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.11, 0.2])
 def test_only_who_was_killed_while_subgroups_are_made_is_named(delay, tmp_path):
-    with pytest.raises(ty.RankError, match="exit code -9"):
+    with pytest.raises(RankError, match="exit code -9"):
         ty.launch(4, dies_while_subgroups_are_made, tmp_path, delay, ranks="processes", deadline=20)
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert found == {rank: [0] for rank in "123"}
@@ -223,5 +224,5 @@ def two_threads(group, folder):
 @both_kinds
 def test_a_second_thread_in_a_group_is_refused_and_the_first_goes_on(ranks, tmp_path):
     kind, text = ty.launch(2, two_threads, tmp_path, ranks=ranks, deadline=30)[0]
-    assert kind is ty.ConcurrentUse
+    assert kind is ConcurrentUse
     assert "which thread 'first_0' uses" in text

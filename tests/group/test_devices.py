@@ -10,7 +10,7 @@ import torch
 
 import tokenyard as ty
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost
-from tokenyard.group import process_ranks, threads
+from tokenyard.group import process_ranks, thread_groups, threads
 from tokenyard.group.devices import (
     OVERLAPPING_DEVICES,
     devices_of_ranks,
@@ -45,7 +45,7 @@ def test_a_gpu_that_is_not_there(ranks, device):
     with pytest.raises(InputError, match=r"device is 'cuda.*sees no GPU; expected a GPU .*device='cpu'"):
         ty.launch(2, device_of, ranks=ranks, device=device)
     with pytest.raises(InputError, match="sees no GPU"):
-        ty.thread_groups(2, device=device)
+        thread_groups(2, device=device)
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", 1.5])
@@ -205,7 +205,7 @@ def test_threads_are_warned_where_cuda_has_started_without_what_they_need(unprep
 def test_a_group_of_several_threads_asks_whether_they_may_wait_forever(world, monkeypatch):
     asked = []
     monkeypatch.setattr(threads, "warn_if_threads_may_wait_forever", asked.append)
-    ty.thread_groups(world)
+    thread_groups(world)
     assert asked == ([torch.device("cpu")] if world > 1 else [])
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.group.test_group import messages_of_any_length, messages_of_one_byte
 from tests.models import raised
-from tokenyard.group import distributed
+from tokenyard.errors import GroupError, InputError
+from tokenyard.group import distributed, rejoin, thread_groups
 from tokenyard.group.distributed import DistributedGroup
 from tokenyard.group.process_ranks import _meeting_store
 from tokenyard.group.readmission import Invitation, RejoinStore, TCPStore
@@ -120,7 +121,7 @@ def test_bytes_may_lie_apart_and_a_row_may_be_one(pair):
             room.tolist(),
         ]
 
-    for groups in (pair(), ty.thread_groups(2)):
+    for groups in (pair(), thread_groups(2)):
         assert all_at_once(groups, call) == [
             [
                 [[0, 2, 4], [50, 52, 54]] if rank == 0 else [[6, 8, 10], [56, 58, 60]],
@@ -179,7 +180,7 @@ def test_what_was_started_is_free_to_be_waited_for_later_and_once(pair):
 def test_what_are_no_bytes_is_refused_before_anything_moves(pair, wrong):
     groups = pair()
     for group in groups:
-        with pytest.raises(ty.InputError, match="a collective was given"):
+        with pytest.raises(InputError, match="a collective was given"):
             wrong(group)
     assert all_at_once(groups, lambda group: group.gather_json(group.rank)) == [[0, 1]] * 2
 
@@ -193,7 +194,7 @@ def test_who_does_not_come_is_lost_at_the_deadline_and_the_group_is_broken_for_g
     assert 0.3 <= lost.waited < 10
     assert time.monotonic() - began < 20
     later = raised(first.barrier)
-    assert type(later) is ty.GroupError
+    assert type(later) is GroupError
     assert "group 'pair' is broken: rank 1 did not arrive in agreement" in str(later)
     assert raised(second.barrier).peers == (1,)  # it was given up, and reads so
     assert first.gone() == {}  # its process lives
@@ -237,7 +238,7 @@ def test_subgroups_are_numbered_named_and_forgotten_in_the_store(pair):
         ]
     assert pair.store.num_keys() <= before + 2  # one for each meeting that was held, not one for each rank
     for wrong in ([0, 0], [1], []):
-        with pytest.raises(ty.InputError, match="rank 0 asks for a subgroup of ranks"):
+        with pytest.raises(InputError, match="rank 0 asks for a subgroup of ranks"):
             groups[0].subgroup(wrong)
 
 
@@ -267,16 +268,16 @@ def test_memory_is_shared_between_ranks_and_ranks_of_one_host_know_each_other(pa
 def test_only_other_ranks_are_readmitted(pair):
     first, _ = pair()
     for wrong in ([], [0], [2], [1, 1]):
-        with pytest.raises(ty.InputError, match="rank 0 readmits ranks"):
+        with pytest.raises(InputError, match="rank 0 readmits ranks"):
             first.readmit(wrong)
 
 
 def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
     first, _ = pair()
-    (thread,) = ty.thread_groups(1)
+    (thread,) = thread_groups(1)
     for group in (first, thread):
         for wrong in (0, -1, True, 1.5, "2", None):
-            with pytest.raises(ty.InputError, match="ranks are to be taken in; expected a number of ranks"):
+            with pytest.raises(InputError, match="ranks are to be taken in; expected a number of ranks"):
                 group.admit(wrong)
         filled = []
         group._fill = lambda empty, seconds, check=None, filled=filled: filled.append((list(empty), seconds))
@@ -289,7 +290,7 @@ def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
 def test_a_further_rank_that_comes_makes_the_group_larger(pair):
     groups = pair()
     with ThreadPoolExecutor(3) as pool:
-        joining = pool.submit(ty.rejoin, groups[0].address, rank=2, seconds=20)
+        joining = pool.submit(rejoin, groups[0].address, rank=2, seconds=20)
         grown = [*pool.map(lambda group: group.admit(1, seconds=20), groups), joining.result()]
     assert [(group.rank, group.size) for group in grown] == [(0, 3), (1, 3), (2, 3)]
     assert all_at_once(grown, lambda group: group.gather_json(group.rank)) == [[0, 1, 2]] * 3
@@ -311,7 +312,7 @@ def test_a_fresh_rank_takes_the_place_of_a_lost_one_each_time_under_another_name
     second.close()
     for number in (1, 2):
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(ty.rejoin, first.address, rank=1, seconds=20)
+            joining = pool.submit(rejoin, first.address, rank=1, seconds=20)
             again = first.readmit([1], seconds=20)
             fresh = joining.result()
         assert [(group.name, group.rank, group.size, group.deadline) for group in (again, fresh)] == [
@@ -330,7 +331,7 @@ def test_if_nobody_comes_the_invitation_is_taken_back(pair):
     lost = raised(first.readmit, [1], seconds=0.3)
     assert (lost.peers, lost.phase, lost.rank) == ((1,), "readmission", 0)
     assert 0.3 <= lost.waited < 10
-    late = raised(ty.rejoin, first.address, rank=1, seconds=0.3)
+    late = raised(rejoin, first.address, rank=1, seconds=0.3)
     assert f"rank 1 of {first.address} was not invited within 0.3 s" in str(late)
 
 

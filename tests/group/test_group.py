@@ -16,7 +16,7 @@ import torch
 import tokenyard as ty
 from tests.models import raised
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
-from tokenyard.group import Disagreement, base
+from tokenyard.group import Disagreement, base, thread_groups
 from tokenyard.group.failure_detector import FailureDetector
 from tokenyard.group.readmission import meet
 
@@ -387,7 +387,7 @@ def test_a_group_has_at_least_one_rank(world):
     with pytest.raises(InputError, match=f"world is {world}"):
         ty.launch(world, collectives)
     with pytest.raises(InputError, match=f"world is {world}"):
-        ty.thread_groups(world)
+        thread_groups(world)
 
 
 def test_an_unknown_kind_of_ranks_is_refused():
@@ -424,7 +424,7 @@ def test_a_closed_group_says_so(ranks):
 
 
 def test_patience_lasts_for_a_while_only():
-    (group,) = ty.thread_groups(1, deadline=2.0)
+    (group,) = thread_groups(1, deadline=2.0)
     with group.patience(30.0):
         assert group.deadline == 30.0
         with group.patience(1.0):
@@ -484,7 +484,7 @@ def test_json_of_the_largest_size_travels_and_longer_one_does_not():
 
 
 def test_patience_is_never_less_than_the_deadline_and_ends_with_its_block():
-    (group,) = ty.thread_groups(1, deadline=5.0)
+    (group,) = thread_groups(1, deadline=5.0)
     with group.patience(9.0):
         assert group.deadline == 9.0
     with group.patience(1.0):
@@ -533,7 +533,7 @@ def test_threads_may_use_their_memory_again_before_others_have_read_it():
 
 def announces_too_many(group):
     rows = torch.zeros(group.size, 4, dtype=torch.uint8)
-    with pytest.raises(ty.Drifted, match="1 rows came in test where 2 were announced"):
+    with pytest.raises(Drifted, match="1 rows came in test where 2 were announced"):
         group.all_to_all_rows(rows, [1] * group.size, [2] * group.size, phase="test")
 
 

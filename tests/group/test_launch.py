@@ -18,7 +18,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, raised, spec
-from tokenyard.errors import InputError, RankError
+from tokenyard.errors import GroupError, InputError, PlanError, RankError
 from tokenyard.group import process_ranks
 from tokenyard.group.devices import MOST_THREADS_ON_CUDA
 
@@ -171,14 +171,14 @@ def test_the_error_of_a_rank_is_told_once_with_its_own_fix_and_alternatives(rank
         ty.launch(2, cannot_be_planned, ranks=ranks)
     error = caught.value
     cause = error.__cause__
-    assert isinstance(cause, ty.PlanError)
+    assert isinstance(cause, PlanError)
     assert str(error) == (
         f"rank {error.rank} raised PlanError: layer 'moe': {cause.found}; expected {cause.expected}; fix: {cause.fix}"
     )
     assert error.alternatives == cause.alternatives != ()
 
 
-class InASubgroup(ty.GroupError):
+class InASubgroup(GroupError):
     """Raised by a rank that has another number there."""
 
 

@@ -14,7 +14,8 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
-from tokenyard.group import base, failure_detector, hosts, process_ranks, threads
+from tokenyard.errors import InputError, RankError
+from tokenyard.group import base, failure_detector, hosts, process_ranks, thread_groups, threads
 from tokenyard.group.failure_detector import within
 from tokenyard.group.readmission import READMISSION
 
@@ -35,10 +36,10 @@ def test_a_question_that_nobody_answers_keeps_no_process_from_ending():
 def test_values_that_are_no_finite_numbers_travel():
     with ThreadPoolExecutor(2) as pool:
         found = list(
-            pool.map(lambda group: group.gather_json([math.inf, {"b": 1, "a": 2}]), ty.thread_groups(2))
+            pool.map(lambda group: group.gather_json([math.inf, {"b": 1, "a": 2}]), thread_groups(2))
         )
     assert found == [[[math.inf, {"a": 2, "b": 1}]] * 2] * 2
-    (alone,) = ty.thread_groups(1)
+    (alone,) = thread_groups(1)
     assert ty.Group.gather_json(alone, [-math.inf]) == [[-math.inf]]  # as between processes
 
 
@@ -58,8 +59,8 @@ def test_ranks_share_the_cores_unless_they_are_told_otherwise(cores, world, aske
 def test_a_deadline_is_above_0_and_at_most_a_million_seconds(seconds):
     assert base.check_deadline(seconds) == seconds
     for wrong in (0, -seconds, 1_000_000 + seconds, math.nan, math.inf, str(seconds), None):
-        with pytest.raises(ty.InputError) as caught:
-            ty.thread_groups(2, deadline=wrong)
+        with pytest.raises(InputError) as caught:
+            thread_groups(2, deadline=wrong)
         assert str(caught.value).startswith(
             f"deadline is {wrong!r}; expected seconds, above 0 and at most 1,000,000"
         )
@@ -67,7 +68,7 @@ def test_a_deadline_is_above_0_and_at_most_a_million_seconds(seconds):
 
 def test_threads_are_asked_for_no_more_memory_than_there_is(monkeypatch):
     monkeypatch.setattr(threads, "too_much", lambda nbytes, ranks: f"{ranks} x {nbytes} are too much")
-    (alone,) = ty.thread_groups(1)
+    (alone,) = thread_groups(1)
     assert "1 x 64 are too much" in str(raised(alone.share_memory, 64))
 
 
@@ -180,7 +181,7 @@ def test_after_an_error_the_others_have_their_deadline_to_end_and_no_longer(monk
     for rank, error in ((0, ValueError("first")), (2, ValueError("second"))):
         ends[rank][1].send_bytes(pickle.dumps(("error", error, "where it was raised")))
     began = time.monotonic()
-    with pytest.raises(ty.RankError, match="rank 0 raised ValueError: first") as caught:
+    with pytest.raises(RankError, match="rank 0 raised ValueError: first") as caught:
         processes.collect(0)
     assert 0.45 < time.monotonic() - began < 10
     assert caught.value.__cause__.__notes__ == ["Traceback on rank 0:\nwhere it was raised"]

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.models import raised
+from tokenyard.errors import GroupError
 from tokenyard.group import memory, shared_memory
 
 MACHINE = {
@@ -102,7 +102,7 @@ class Told:
     def all_or_none(self, what, error):
         assert what == "sharing memory"
         if error is not None:
-            raise ty.GroupError(error, expected="", fix="")
+            raise GroupError(error, expected="", fix="")
 
     def gather_json(self, where, *, phase):
         made = os.fstat(where["descriptor"])

@@ -7,6 +7,7 @@ import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, spec
+from tokenyard.errors import InputError, PlanError
 from tokenyard.group import ThreadGroup
 from tokenyard.group import hosts as host_names
 from tokenyard.group.hosts import this_host
@@ -29,7 +30,7 @@ def test_ranks_that_share_memory_are_on_one_host(ranks):
 def hosts_in_turn(group):
     here = group.on_this_host()
     layer = spec("moe", experts="reference")
-    with pytest.raises(ty.PlanError, match=r"the ranks run on 2 hosts.*exchange=two_sided"):
+    with pytest.raises(PlanError, match=r"the ranks run on 2 hosts.*exchange=two_sided"):
         ty.plan([layer], group, exchange="one_sided")
     built = build(ty.plan([layer], here, exchange="one_sided"), "moe")
     y_TH = built(*batch(layer, 4, seed=group.rank))
@@ -56,7 +57,7 @@ def test_a_host_has_a_name_that_lasts():
 @pytest.mark.parametrize("hosts", [0, 4, True, "2", [2, 2], [3, 0], [1, "2"], None])
 def test_hosts_that_do_not_make_up_the_ranks_are_refused(hosts):
     with pytest.raises(
-        ty.InputError, match="for 3 ranks; expected from 1 to 3 hosts, or the number of ranks of each"
+        InputError, match="for 3 ranks; expected from 1 to 3 hosts, or the number of ranks of each"
     ):
         ty.launch(3, names, hosts=hosts)
 

@@ -54,7 +54,8 @@ print(json.dumps({exchange: ty.launch(2, main, exchange) for exchange in sys.arg
 _PROCESSES = """
 import torch.distributed as dist
 from multiprocessing import forkserver
-from tokenyard import DistributedGroup, InputError, launch
+from tokenyard import DistributedGroup, launch
+from tokenyard.errors import InputError
 
 def main(group):
     return group.rank

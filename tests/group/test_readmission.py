@@ -17,9 +17,9 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.group import readmission
+from tokenyard.errors import GroupError, HandleError, InputError, RankError
+from tokenyard.group import readmission, rejoin, thread_groups
 from tokenyard.group.readmission import Invitation, RejoinStore, address_of, meet, rejoin_store_at
-from tokenyard.group.threads import thread_groups
 
 LAYERS = [
     spec("body", hidden_size=64, num_experts=6, experts="reference", wire="mxfp8"),
@@ -165,7 +165,7 @@ def with_a_fresh_thread(group, exchange):
         return before
 
     def fresh():
-        again = ty.rejoin(group.address, rank=1, seconds=20)
+        again = rejoin(group.address, rank=1, seconds=20)
         new_plan = ty.plan(LAYERS, again, exchange=exchange)
         return round_trips(new_plan, built(new_plan), 1)
 
@@ -190,7 +190,7 @@ def raises_after_a_readmission(group, readmitted, returned):
         readmitted.acquire(timeout=30)
         return None
     pool = ThreadPoolExecutor(1)
-    fresh = pool.submit(lambda: ty.rejoin(group.address, rank=1, seconds=20)) if group.rank == 0 else None
+    fresh = pool.submit(lambda: rejoin(group.address, rank=1, seconds=20)) if group.rank == 0 else None
     again = group.readmit([1], seconds=20)
     if group.rank == 2:
         returned.wait(30)
@@ -214,7 +214,7 @@ def test_a_group_that_was_made_whole_is_told_when_a_rank_raises():
     def body(group, *marks):
         found.append(raises_after_a_readmission(group, *marks))
 
-    with pytest.raises(ty.RankError, match="rank 2 raised ValueError: broken"):
+    with pytest.raises(RankError, match="rank 2 raised ValueError: broken"):
         ty.launch(3, body, threading.Semaphore(0), threading.Event(), deadline=60)
     ((seen, error, size),) = [outcome for outcome in found if outcome]
     assert seen == ([1], [])
@@ -252,7 +252,7 @@ def in_threads(*calls):
 
 
 def test_an_invitation_is_for_one():
-    first, _ = ty.thread_groups(2, deadline=20)
+    first, _ = thread_groups(2, deadline=20)
     again, one, other = in_threads(
         lambda: first.readmit([1], seconds=20),
         lambda: _rejoins(first, 1.0),
@@ -266,7 +266,7 @@ def test_an_invitation_is_for_one():
 
 def _rejoins(group, seconds):
     try:
-        return ty.rejoin(group.address, rank=1, seconds=seconds)
+        return rejoin(group.address, rank=1, seconds=seconds)
     except ty.TokenyardError as error:
         return error
 
@@ -328,15 +328,15 @@ def test_there_is_a_pause_between_two_looks_for_an_invitation_and_for_others(mon
 
 
 def test_who_comes_too_late_finds_the_seat_closed():
-    first, _ = ty.thread_groups(2)
+    first, _ = thread_groups(2)
     assert isinstance(raised(first.readmit, [1], seconds=0.1), ty.PeerLost)
-    assert "was not invited" in str(raised(ty.rejoin, first.address, rank=1, seconds=0.1))
+    assert "was not invited" in str(raised(rejoin, first.address, rank=1, seconds=0.1))
 
 
 @pytest.mark.parametrize("lost", [[], [0], [1, 1], [7], [-1]])
 def test_only_ranks_that_can_be_lost_are_readmitted(lost):
-    error = raised(ty.thread_groups(3)[0].readmit, lost)
-    assert isinstance(error, ty.InputError)
+    error = raised(thread_groups(3)[0].readmit, lost)
+    assert isinstance(error, InputError)
     assert str(lost) in str(error)
 
 
@@ -354,20 +354,20 @@ def test_only_ranks_that_can_be_lost_are_readmitted(lost):
     ],
 )
 def test_an_address_that_is_none(address):
-    assert isinstance(raised(ty.rejoin, address, rank=1, seconds=0.1), ty.InputError)
+    assert isinstance(raised(rejoin, address, rank=1, seconds=0.1), InputError)
 
 
 def test_a_store_that_is_not_there_any_more(tmp_path):
-    error = raised(ty.rejoin, f"file://{tmp_path}/store#world/0-1", rank=1, seconds=20)
-    assert isinstance(error, ty.GroupError)
+    error = raised(rejoin, f"file://{tmp_path}/store#world/0-1", rank=1, seconds=20)
+    assert isinstance(error, GroupError)
     assert f"there is no file {tmp_path}/store" in str(error)
 
 
 def test_a_store_that_does_not_answer_holds_no_fresh_rank():
     with socket.create_server(("127.0.0.1", 0)) as nobody_accepts:
         address = f"tcp://127.0.0.1:{nobody_accepts.getsockname()[1]}#world/0-1"
-        error = raised(ty.rejoin, address, rank=1, seconds=0.2)
-    assert isinstance(error, ty.GroupError)
+        error = raised(rejoin, address, rank=1, seconds=0.2)
+    assert isinstance(error, GroupError)
     assert f"the store of {address} does not answer" in str(error)
     assert error.rank == 1
 
@@ -409,7 +409,7 @@ def lost_one_after_the_other(group):
     round_trips(plan, layers, group.rank)
 
     def fresh(rank):
-        new_plan = ty.plan(LAYERS, ty.rejoin(group.address, rank=rank, seconds=20), exchange="one_sided")
+        new_plan = ty.plan(LAYERS, rejoin(group.address, rank=rank, seconds=20), exchange="one_sided")
         round_trips(new_plan, built(new_plan), rank)
 
     with ThreadPoolExecutor(2) as pool:
@@ -491,7 +491,7 @@ def test_who_need_not_wait_for_the_others_any_more_leaves_the_meeting(comes):
     def check():
         looks.append(1)
         if len(looks) == 3:
-            raise ty.HandleError("it is over", expected="nothing", fix="go")
+            raise HandleError("it is over", expected="nothing", fix="go")
 
     started = time.monotonic()
     error, asked = met(comes, lambda: connected.wait(60), check=check, seconds=60.0, connecting=60.0)

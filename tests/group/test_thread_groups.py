@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.models import raised
-from tokenyard.group import threads
+from tokenyard.errors import InputError
+from tokenyard.group import rejoin, thread_groups, threads
 
 
 def together(groups, call):
@@ -20,7 +20,7 @@ def together(groups, call):
 def test_a_group_is_prepared_for_its_device_and_has_what_it_was_asked_for(monkeypatch):
     prepared = []
     monkeypatch.setattr(threads, "prepare_threads", prepared.append)
-    first, second = ty.thread_groups(2, device="cpu", name="stage", deadline=7.5)
+    first, second = thread_groups(2, device="cpu", name="stage", deadline=7.5)
     assert prepared == ["cpu"]
     assert [(g.rank, g.size, g.name, g.deadline, g.device.type) for g in (first, second)] == [
         (0, 2, "stage", 7.5, "cpu"),
@@ -28,12 +28,12 @@ def test_a_group_is_prepared_for_its_device_and_has_what_it_was_asked_for(monkey
     ]
     assert repr(second) == "ThreadGroup('stage', rank 1 of 2)"
     for world in (0, -1):
-        with pytest.raises(ty.InputError, match=f"world is {world}; expected at least one rank"):
-            ty.thread_groups(world)
+        with pytest.raises(InputError, match=f"world is {world}; expected at least one rank"):
+            thread_groups(world)
 
 
 def test_ranks_that_have_ended_are_named_at_once_with_their_reasons():
-    first, second, third = ty.thread_groups(3)
+    first, second, third = thread_groups(3)
     second.leave("it has returned")
     third.leave("it raised ValueError: no")
     assert first.gone() == {1: "it has returned", 2: "it raised ValueError: no"}
@@ -45,7 +45,7 @@ def test_ranks_that_have_ended_are_named_at_once_with_their_reasons():
 
 
 def test_who_ends_while_another_waits_ends_that_wait_and_who_came_before_is_not_missed():
-    first, second, third = ty.thread_groups(3, deadline=30)
+    first, second, third = thread_groups(3, deadline=30)
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(raised, group.barrier) for group in (first, third)]
         while len(first._meeting_point.calls.get(1, threads._Call()).brought) < 2:
@@ -59,7 +59,7 @@ def test_who_ends_while_another_waits_ends_that_wait_and_who_came_before_is_not_
 
 def test_a_rank_may_leave_what_all_have_come_to():
     """A rank that brought its value and ended is not missed in that call, and is in the next."""
-    first, second = ty.thread_groups(2, deadline=30)
+    first, second = thread_groups(2, deadline=30)
     started = second.start_all_gather(torch.full((1,), 2, dtype=torch.uint8), phase="last")
     second.leave("it has returned")
     assert first.all_gather(torch.ones(1, dtype=torch.uint8), phase="last").tolist() == [[1], [2]]
@@ -68,7 +68,7 @@ def test_a_rank_may_leave_what_all_have_come_to():
 
 
 def test_at_the_deadline_those_who_have_not_come_are_named_and_told():
-    first, second, third = ty.thread_groups(3, deadline=0.05)
+    first, second, third = thread_groups(3, deadline=0.05)
     begun = second.start_all_gather(torch.ones(1, dtype=torch.uint8), phase="gathering")
     lost = raised(first.all_gather, torch.ones(1, dtype=torch.uint8), phase="gathering")
     assert (lost.peers, lost.phase, lost.rank) == ((2,), "gathering", 0)
@@ -79,7 +79,7 @@ def test_at_the_deadline_those_who_have_not_come_are_named_and_told():
 
 
 def test_subgroups_are_numbered_and_named_and_know_who_is_gone():
-    groups = ty.thread_groups(4, name="all")
+    groups = thread_groups(4, name="all")
     groups[3].leave("it is gone")
     first, again = groups[0].subgroup([0, 2]), groups[0].subgroup([0, 2])
     assert (first.name, first.rank, first.size, first.deadline) == ("all/0-2", 0, 2, groups[0].deadline)
@@ -97,22 +97,22 @@ def test_subgroups_are_numbered_and_named_and_know_who_is_gone():
 
 @pytest.mark.parametrize("ranks", [[0, 0], [1], []])
 def test_a_subgroup_has_distinct_ranks_with_the_caller_among_them(ranks):
-    with pytest.raises(ty.InputError, match="rank 0 asks for a subgroup of ranks"):
-        ty.thread_groups(2)[0].subgroup(ranks)
+    with pytest.raises(InputError, match="rank 0 asks for a subgroup of ranks"):
+        thread_groups(2)[0].subgroup(ranks)
 
 
 def test_shared_memory_is_zero_and_as_large_as_asked_for():
-    buffers = together(ty.thread_groups(2), lambda group: group.share_memory(5))
+    buffers = together(thread_groups(2), lambda group: group.share_memory(5))
     assert [[buffer.tolist() for buffer in of_rank] for of_rank in buffers] == [[[0] * 5] * 2] * 2
     buffers[0][1][3] = 9
     assert buffers[1][1].tolist() == [0, 0, 0, 9, 0]
 
 
 def test_a_fresh_rank_has_the_deadline_of_the_group_and_each_time_another_name():
-    left, _ = ty.thread_groups(2, deadline=11.0)
+    left, _ = thread_groups(2, deadline=11.0)
     for number in (1, 2):
         with ThreadPoolExecutor(2) as pool:
-            joining = pool.submit(ty.rejoin, left.address, rank=1, seconds=20)
+            joining = pool.submit(rejoin, left.address, rank=1, seconds=20)
             again = left.readmit([1], seconds=20)
             fresh = joining.result()
         assert [(group.name, group.deadline, group.rank) for group in (again, fresh)] == [
@@ -124,7 +124,7 @@ def test_a_fresh_rank_has_the_deadline_of_the_group_and_each_time_another_name()
 
 
 def test_a_loss_in_shared_memory_is_told_to_all_ranks_and_the_first_one_stands():
-    first, second, third = ty.thread_groups(3)
+    first, second, third = thread_groups(3)
     second.leave("it has returned")
     lost = first.lost_elsewhere([1, 2], phase="combine", waited=0.5)
     assert (lost.peers, lost.phase, lost.waited, lost.rank) == ((1, 2), "combine", 0.5, 0)
@@ -135,7 +135,7 @@ def test_a_loss_in_shared_memory_is_told_to_all_ranks_and_the_first_one_stands()
 
 
 def test_a_rank_that_has_ended_is_told_from_one_that_is_late():
-    first, second = ty.thread_groups(2, deadline=0.1)
+    first, second = thread_groups(2, deadline=0.1)
     late = first.lost([1], phase="combine", waited=0.5, layer="moe", detail="it is slow")
     assert "layer 'moe', rank 0: rank 1 did not arrive in combine (waited 0.5 s; it is slow)" in str(late)
     assert "raise the group's deadline if it was only slow" in str(late)
@@ -145,5 +145,5 @@ def test_a_rank_that_has_ended_is_told_from_one_that_is_late():
     assert "(waited 0.5 s; it has returned)" in str(gone)
     for error in (gone, raised(first.barrier)):
         assert "a plan can" in str(error)
-    waits, _ = ty.thread_groups(2, deadline=0.1)
+    waits, _ = thread_groups(2, deadline=0.1)
     assert "raise the group's deadline" in str(raised(waits.barrier))

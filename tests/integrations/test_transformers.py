@@ -16,9 +16,9 @@ from tests.integrations.transformers_models import (
     tiny_model,
 )
 from tests.models import on_ranks
-from tokenyard import EXCHANGES
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.errors import InputError
+from tokenyard.exchange import EXCHANGES
 from tokenyard.integrations.transformers import load_sharded, loading, shard_experts
 from tokenyard.integrations.transformers.expert_modules import expert_modules
 from tokenyard.integrations.transformers.loading import experts_left_out, fill_shared, load_without_experts

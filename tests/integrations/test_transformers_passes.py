@@ -8,8 +8,8 @@ import torch
 
 from tests.integrations.transformers_models import generated, logits_of, prompts, tiny_model
 from tests.models import on_ranks, raised
-from tokenyard import EXCHANGES
 from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed
+from tokenyard.exchange import EXCHANGES
 from tokenyard.integrations.transformers import shard_experts
 
 WORLD = 4

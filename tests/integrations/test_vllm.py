@@ -10,10 +10,11 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 
-import tokenyard as ty
 from tests.integrations.stubs import vllm_0_32, vllm_0_33
 from tests.integrations.vllm_ranks import WORLD, Rank, finished
 from tests.models import on_ranks
+from tokenyard.exchange import EXCHANGES
+from tokenyard.routing import Placement
 
 LAYERS = {
     "bf16": {},
@@ -24,15 +25,15 @@ LAYERS = {
     "fp8 blocks, and back": {"wire": "fp8_block128", "combine_wire": "mxfp8", "hidden_size": 128},
     "quantized by the experts": {"expert_rows": "mxfp8"},
     "grouped": {"experts": "grouped"},
-    "placed by hand": {"placement": ty.Placement.explicit(5, [[3, 0], [4], [1, 2]])},
-    "a rank without experts": {"placement": ty.Placement.explicit(5, [[3, 0], [], [1, 2, 4]])},
-    "replicas": {"placement": ty.Placement.replicated(ty.Placement.contiguous(5, 3), {0: [2]})},
+    "placed by hand": {"placement": Placement.explicit(5, [[3, 0], [4], [1, 2]])},
+    "a rank without experts": {"placement": Placement.explicit(5, [[3, 0], [], [1, 2, 4]])},
+    "replicas": {"placement": Placement.replicated(Placement.contiguous(5, 3), {0: [2]})},
     "weighted on the input": {"weight_on": "input", "top_k": 1},
     "scaled": {"routed_scaling": 2.5},
 }
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("changes", LAYERS.values(), ids=LAYERS)
 def test_a_round_trip_is_that_of_the_layer(vllm, exchange, changes):
     def rank_main(group):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.integrations.transformers_models import logits_of, prompts
 from tests.memory import resident
-from tokenyard import EXCHANGES
+from tokenyard.exchange import EXCHANGES
 from tokenyard.integrations.transformers import load_sharded
 
 

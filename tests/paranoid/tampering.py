@@ -8,11 +8,13 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange import Results
+from tokenyard.errors import Corrupted
+from tokenyard.exchange import EXCHANGES, Results
+from tokenyard.formats import Payload
 
 # Ranks on several hosts, where an exchange sums inside each: rank 1 relays what rank 0 sends to ranks 1 and 2.
 HOSTS = {"hierarchical": [1, 2]}
-TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
+TAG = Payload(name="tag", dtype=torch.int64, width=2)
 SOURCE, VICTIM = 0, 1  # rows of rank SOURCE are damaged on their way to rank VICTIM, and back
 DAMAGED_ROUND = 2
 
@@ -35,7 +37,7 @@ def damaging(exchange, out=None, back=None):
     stand between being written and being read. In a workspace these are all slots for SOURCE, used or not. Where ranks
     are on several hosts, they are damaged where they cross.
     """
-    base = ty.EXCHANGES[exchange]
+    base = EXCHANGES[exchange]
 
     class Damaging(base):
         name = f"damaging {exchange}"
@@ -105,7 +107,7 @@ def damaging(exchange, out=None, back=None):
 def told(error):
     """What an error says, as plain values."""
     known = {"kind": type(error).__name__, "text": str(error), "layer": error.layer, "rank": error.rank}
-    if isinstance(error, ty.Corrupted):
+    if isinstance(error, Corrupted):
         known |= {"source": error.source, "token": error.token, "place": error.place}
     return known
 

@@ -11,10 +11,12 @@ from tests.paranoid.tampering import told
 from tokenyard.duties import Duty, Ledger, Party, acting, aside, record
 from tokenyard.exchange import Exchange, RowsAtHome
 from tokenyard.exchange import batch as exchange_batch
-from tokenyard.experts import ReferenceExperts, workers
+from tokenyard.experts import EXPERTS, ReferenceExperts, workers
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats.base import EncodedRows
+from tokenyard.group import thread_groups
 from tokenyard.layer import receiver, sender
+from tokenyard.routing import SoftmaxRouter
 from tokenyard.rows import ExpertRows
 
 
@@ -137,7 +139,7 @@ def test_weights_of_one_are_not_missed():
 @pytest.mark.parametrize("experts", ["grouped", "reference"])
 def test_weights_on_the_input_are_counted_for_one_row_as_for_several(experts):
     layer = spec(experts=experts, weight_on="input", top_k=1)
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", paranoid=True)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided", paranoid=True)
     built = build(plan, "moe")
     assert [len(built(*batch(layer, tokens))) for tokens in (1, 3)] == [1, 3]
 
@@ -195,7 +197,7 @@ def test_scales_swizzled_by_nobody(monkeypatch):
 
 
 def scaled(**changes):
-    router = ty.SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
+    router = SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
     return spec(router=router, **changes)
 
 
@@ -216,7 +218,7 @@ def test_routed_scaling_applied_twice(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class NeverScales(ty.SoftmaxRouter):
+class NeverScales(SoftmaxRouter):
     def _weights(self, chosen_TK):
         return chosen_TK / chosen_TK.sum(dim=1, keepdim=True)
 
@@ -325,7 +327,7 @@ def test_threads_that_help_write_into_the_same_ledger():
 
 def test_experts_of_the_package_count_their_duties():
     """What does not count is not held to it."""
-    assert {name for name, cls in ty.EXPERTS.items() if cls.counts_duties} >= {
+    assert {name for name, cls in EXPERTS.items() if cls.counts_duties} >= {
         "reference",
         "grouped",
         "self_routing",
@@ -333,8 +335,8 @@ def test_experts_of_the_package_count_their_duties():
 
 
 def test_ready_routes_are_scaled_already_though_the_layer_has_a_router_that_scales():
-    layer = spec(router=ty.SoftmaxRouter(top_k=2, renormalize=True, routed_scaling=2.5), experts="reference")
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", paranoid=True)
+    layer = spec(router=SoftmaxRouter(top_k=2, renormalize=True, routed_scaling=2.5), experts="reference")
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided", paranoid=True)
     x_TH, routes = batch(layer, 4, scaled_by=2.5)
     built = build(plan, "moe")
     assert built(x_TH, routes).shape == (4, 32)

@@ -17,10 +17,12 @@ from tests.paranoid.tampering import (
     three_rounds,
     told,
 )
+from tokenyard.errors import Corrupted
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.integrity import workspace_guards
 from tokenyard.exchange.integrity.workspace_guards import WorkspaceGuards
 from tokenyard.experts import ReferenceExperts
+from tokenyard.group import thread_groups
 from tokenyard.rows import ExpertRows
 
 # Where one byte is written, as (region, bytes from its end, or from its start if negative), and what is told.
@@ -83,11 +85,11 @@ def test_bytes_are_looked_at_again_before_results_are_told(finds):
     guards = WorkspaceGuards.__new__(WorkspaceGuards)
 
     def find(*_):
-        raise ty.Corrupted("a byte was written", expected="none", place="control")
+        raise Corrupted("a byte was written", expected="none", place="control")
 
     guards._check_guards = guards._check_dispatch_region = lambda *_: None
     setattr(guards, finds, find)
-    with pytest.raises(ty.Corrupted, match="a byte was written"):
+    with pytest.raises(Corrupted, match="a byte was written"):
         guards.check_results(SimpleNamespace(spec=None, region=0, results_due=()))
 
 
@@ -159,7 +161,7 @@ def test_a_byte_between_two_payloads():
 
 def test_a_region_is_looked_at_from_the_first_round_on_and_again_after_one_that_failed():
     layer = spec(experts="reference")
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="one_sided", paranoid=True)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="one_sided", paranoid=True)
     built, workspace = build(plan, "moe"), plan.exchange.transport.inner.workspace
     slots = plan.wiring("moe").exchange_spec.dispatch_slots
 

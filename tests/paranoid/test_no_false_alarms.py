@@ -15,11 +15,15 @@ from tests.paranoid.tampering import told
 from tokenyard.conformance.cases import random_weights, run_case, same_bits
 from tokenyard.conformance.suites import assert_passed, check_exchange
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import ContractError, InputError, PeerFailed, PlanError
 from tokenyard.exchange import Pending, TwoSidedTransport
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES
 from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
+from tokenyard.formats import Payload
+from tokenyard.group import thread_groups
 from tokenyard.planning.drafting import PARANOID_VARIABLE
+from tokenyard.routing import Placement
 
 every_exchange = pytest.mark.parametrize("exchange", WATCHED)
 
@@ -66,7 +70,7 @@ def both_ways(group, exchange):
         plan.extend(layers[2:])
         results += [_run(plan, layer, seed) for seed in range(2) for layer in layers]
         failed = raised(_run, plan, layers[0], 0, tokens=17 if group.rank == 1 else 3)
-        assert isinstance(failed, ty.InputError if group.rank == 1 else ty.PeerFailed)
+        assert isinstance(failed, InputError if group.rank == 1 else PeerFailed)
         plan.trim(keep=["moe"])
         results += [_run(plan, layers[0], seed) for seed in range(4)]
         assert str(plan).splitlines()[0].endswith(", paranoid") == paranoid
@@ -101,9 +105,7 @@ def test_the_bits_are_the_same_with_and_without(exchange):
 
 
 def goes_on(group, exchange):
-    layer = spec(
-        experts="reference", placement=ty.Placement.replicated(ty.Placement.contiguous(5, 3), {4: [0]})
-    )
+    layer = spec(experts="reference", placement=Placement.replicated(Placement.contiguous(5, 3), {4: [0]}))
     plan = ty.plan([layer], group, exchange=exchange, paranoid=True)
     built = build(plan, "moe")
     x_TH, routes = batch(layer, 4, seed=group.rank)
@@ -141,12 +143,12 @@ def test_all_ranks_are_paranoid_or_none_is():
 @pytest.mark.parametrize("said", ["yes", "2"])
 def test_what_else_the_environment_says_is_an_error(monkeypatch, said):
     monkeypatch.setenv(PARANOID_VARIABLE, said)
-    with pytest.raises(ty.InputError, match=f"{PARANOID_VARIABLE}='{said}'"):
+    with pytest.raises(InputError, match=f"{PARANOID_VARIABLE}='{said}'"):
         ty.draft([spec()], 2)
 
 
 def test_neither_does_an_argument_that_is_no_bool():
-    with pytest.raises(ty.InputError, match="paranoid='yes'"):
+    with pytest.raises(InputError, match="paranoid='yes'"):
         ty.draft([spec()], 2, paranoid="yes")
 
 
@@ -164,8 +166,8 @@ def test_seals_are_in_the_bytes_of_the_plan():
 
 
 def test_a_payload_cannot_be_called_as_the_checksums_are():
-    with pytest.raises(ty.PlanError, match="checksums"):
-        ty.draft([spec(payloads=(ty.Payload(name="checksums", dtype=torch.uint8, width=1),))], 2)
+    with pytest.raises(PlanError, match="checksums"):
+        ty.draft([spec(payloads=(Payload(name="checksums", dtype=torch.uint8, width=1),))], 2)
 
 
 class OnGpus(SharedMemoryTransport):
@@ -210,7 +212,7 @@ class Noting(TwoSidedTransport):
 
 
 def test_a_transport_that_is_watched_does_all_that_it_did():
-    watched = WatchedTransport(Noting, ty.thread_groups(1)[0], in_flight=3)
+    watched = WatchedTransport(Noting, thread_groups(1)[0], in_flight=3)
     failure = SimpleNamespace(arrival=None, region=1)
     watched.serve(["a"])
     watched.trim(["b"])
@@ -252,7 +254,7 @@ class HomeElsewise(TwoSidedTransport):
 
 
 def test_results_that_cannot_be_looked_at_are_refused():
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=HomeElsewise, paranoid=True)
+    plan = ty.plan([spec()], thread_groups(1)[0], exchange=HomeElsewise, paranoid=True)
     error = raised(build(plan, "moe"), *batch(spec(), 3))
-    assert isinstance(error, ty.ContractError)
+    assert isinstance(error, ContractError)
     assert "home_elsewise brings results home as" in str(error)

@@ -18,7 +18,10 @@ from tests.paranoid.tampering import (
     outcome,
     three_rounds,
 )
-from tokenyard.exchange import LocalTransport, Pending
+from tokenyard.errors import Corrupted
+from tokenyard.exchange import EXCHANGES, LocalTransport, Pending
+from tokenyard.group import thread_groups
+from tokenyard.routing import SoftmaxRouter
 
 every_exchange = pytest.mark.parametrize("exchange", WATCHED)
 
@@ -47,7 +50,7 @@ def test_a_flipped_bit_on_the_way_out_names_payload_and_token(exchange, payload)
 
 def test_a_damaged_row_is_found_before_experts_compute_it():
     layer = spec(top_k=1)
-    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", paranoid=True)
+    plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided", paranoid=True)
     exchange, wired = plan.exchange, plan.wiring("moe").exchange_spec
     send = exchange.transport.inner.send
 
@@ -59,7 +62,7 @@ def test_a_damaged_row_is_found_before_experts_compute_it():
     exchange.transport.inner.send = damage
     x_TH, routes = batch(layer, 3)
     error = raised(exchange.dispatch, wired, exchange.encode(wired, x_TH), routes)
-    assert isinstance(error, ty.Corrupted)
+    assert isinstance(error, Corrupted)
     assert error.place == "data"
 
 
@@ -90,7 +93,7 @@ def test_a_checksum_that_was_damaged_itself_is_an_alarm_too():
 
 
 def logits_layer():
-    router = ty.SoftmaxRouter(2, renormalize=True)
+    router = SoftmaxRouter(2, renormalize=True)
     return layer_spec(top_k=2, experts="self_routing", router=router, payloads=(), wire="bf16")
 
 
@@ -157,7 +160,7 @@ def stale(group, exchange):
     """The first row of the last round stands where that of this one should."""
     last = {}
 
-    class Stale(ty.EXCHANGES[exchange]):
+    class Stale(EXCHANGES[exchange]):
         name = "stale"
 
         def push(self, batch, firsts):
@@ -280,4 +283,4 @@ class ReusesMemory(LocalTransport):
 
 
 def test_seals_of_a_round_outlive_rows_that_are_written_over():
-    assert seals_of_two_rounds(ty.thread_groups(1)[0], ReusesMemory) == (3, True)
+    assert seals_of_two_rounds(thread_groups(1)[0], ReusesMemory) == (3, True)

@@ -5,11 +5,13 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.errors import Reason
+from tokenyard.errors import PlanError, PlanMismatch, Reason
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.transports.one_sided import declarations
 from tokenyard.experts import FusedExperts
 from tokenyard.planning.choosing import choose_exchange, choose_experts
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE
+from tokenyard.routing import SoftmaxRouter
 
 
 def planned(group, layer, hosts=1, paranoid=False):
@@ -47,7 +49,7 @@ def test_cpus_that_reorder_stores_take_two_sided(monkeypatch):
 
 
 def test_experts_that_route_by_themselves_take_allgather():
-    layer = spec(router=ty.SoftmaxRouter(2, renormalize=True), experts="self_routing")
+    layer = spec(router=SoftmaxRouter(2, renormalize=True), experts="self_routing")
     for name, first, second, _ in on_ranks(2, planned, layer):
         assert name == "allgather"
         assert "(auto: one_sided sends a row only where its experts are" in first
@@ -64,12 +66,12 @@ def names_another(group):
 
 def test_a_rank_that_names_another_exchange_is_a_mismatch_and_no_hang():
     errors = ty.launch(2, names_another, ranks="processes")
-    assert [type(error) for error in errors] == [ty.PlanMismatch] * 2
+    assert [type(error) for error in errors] == [PlanMismatch] * 2
     assert "exchange" in str(errors[0])
 
 
 def test_what_nobody_supports_has_the_error_of_the_fastest():
-    with pytest.raises(ty.PlanError, match="nonsense"):
+    with pytest.raises(PlanError, match="nonsense"):
         ty.draft([spec(placement="nonsense")], 2)
 
 
@@ -93,7 +95,7 @@ def test_gpus_that_run_fused_experts_take_them(monkeypatch):
 def test_where_all_exchanges_are_refused_it_is_the_fastest_whose_error_is_told():
     refused = Reason(field="top_k", value=3, why="no")
     assert choose_exchange(lambda transport: refused, 2, None) == (
-        ty.EXCHANGES["one_sided"],
+        EXCHANGES["one_sided"],
         "no other one does it",
     )
 

@@ -6,16 +6,21 @@ import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.elastic import take_over
 from tokenyard.elastic.expert_moves import ExpertMoves
+from tokenyard.elastic.joining import expect_experts
+from tokenyard.errors import InputError, UnknownName
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.transports.local import LocalTransport
+from tokenyard.group import thread_groups
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.draft_text import ranks_per_token
+from tokenyard.routing import Placement
 
 
 def alone():
     """A group of one rank."""
-    return ty.thread_groups(1)[0]
+    return thread_groups(1)[0]
 
 
 def is_closed(group):
@@ -58,11 +63,10 @@ def test_all_layers_are_made_ready_when_a_plan_is_made_and_whenever_it_changes(m
         LocalTransport, "warmup", lambda self, specs: warm.append([each.layer for each in specs])
     )
     plan = ty.plan([spec()], alone())
-    plan.warmup()
     plan.extend([spec("more")])
     plan.trim(keep=["more"])
     plan.readmit(group=alone())
-    assert warm == [["moe"], ["moe"], ["moe", "more"], ["more"], ["more"]]
+    assert warm == [["moe"], ["moe", "more"], ["more"], ["more"]]
 
 
 class OwnTransport(LocalTransport):
@@ -80,25 +84,27 @@ def test_a_plan_with_a_transport_that_fresh_ranks_do_not_know_takes_in_none():
 def test_a_fresh_rank_serves_once_its_experts_have_come():
     plan = ty.plan([spec()], alone())
     built, given, took = build(plan, "moe"), batch(spec(), 3), []
-    assert "take_over was called on a rank whose experts are there" in str(raised(plan.take_over))
-    plan.join(SimpleNamespace(take_over=lambda layers, seconds: took.append((list(layers), seconds))))
-    assert "this rank's experts have not come yet; expected a call of `plan.take_over`" in str(
+    assert "take_over was called on a rank whose experts are there" in str(raised(take_over, plan))
+    expect_experts(
+        plan, SimpleNamespace(take_over=lambda layers, seconds: took.append((list(layers), seconds)))
+    )
+    assert "this rank's experts have not come yet; expected a call of `tokenyard.elastic.take_over`" in str(
         raised(built, *given)
     )
-    plan.take_over(seconds=3.0)
+    take_over(plan, seconds=3.0)
     assert took == [(["moe"], 3.0)]
     assert built(*given).shape == (3, 32)
 
     def not_taken_in(layers, seconds):
         raise KeyboardInterrupt
 
-    plan.join(SimpleNamespace(take_over=not_taken_in))
+    expect_experts(plan, SimpleNamespace(take_over=not_taken_in))
     with pytest.raises(KeyboardInterrupt):
-        plan.take_over()
+        take_over(plan)
     assert "the plan is closed" in str(raised(built, *given))
 
 
-TWICE = ty.Placement.explicit(4, [[0, 1, 2, 3], [0, 1, 2, 3]])
+TWICE = Placement.explicit(4, [[0, 1, 2, 3], [0, 1, 2, 3]])
 
 
 def cannot_be_resized(group):
@@ -119,7 +125,7 @@ def test_plans_that_survive_losses_or_have_lost_experts_keep_their_ranks():
 
 
 def test_a_layer_that_the_plan_does_not_have_cannot_be_moved():
-    assert isinstance(raised(ty.plan([spec()], alone()).rebalance, {"mo": "contiguous"}), ty.UnknownName)
+    assert isinstance(raised(ty.plan([spec()], alone()).rebalance, {"mo": "contiguous"}), UnknownName)
 
 
 def loses_twice(group):
@@ -162,7 +168,7 @@ def test_the_first_rank_writes_the_plan_into_the_log(caplog):
 
 @pytest.mark.parametrize("layers", [7, None, spec()])
 def test_what_is_no_list_of_layers_is_refused(layers):
-    with pytest.raises(ty.InputError, match=r"layers is .*expected at least one LayerSpec"):
+    with pytest.raises(InputError, match=r"layers is .*expected at least one LayerSpec"):
         ty.draft(layers, 2)
 
 
@@ -191,7 +197,7 @@ def exchange_spec(placement, top_k):
     ],
 )
 def test_the_ranks_that_a_token_meets_on_average(table, top_k, ranks):
-    placement = ty.Placement.explicit(1 + max(map(max, table)), table)
+    placement = Placement.explicit(1 + max(map(max, table)), table)
     assert ranks_per_token(exchange_spec(placement, top_k)) == pytest.approx(ranks)
 
 
@@ -213,7 +219,7 @@ def test_the_rows_that_come_home_for_each_choice_are_told_with_two_digits():
     ],
 )
 def test_a_layer_moves_if_it_is_too_uneven_and_another_placement_is_better(load_E, threshold, moves):
-    placement = ty.Placement.contiguous(4, 2)
+    placement = Placement.contiguous(4, 2)
     exchange_spec = SimpleNamespace(placement=placement, num_experts=4)
     asked = []
     moves_of_plan = ExpertMoves.__new__(ExpertMoves)

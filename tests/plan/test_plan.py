@@ -12,14 +12,21 @@ import tokenyard as ty
 from tests.exchange import interpreter
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
-from tokenyard.errors import Alternative
+from tokenyard.duties import Duty, Party
+from tokenyard.errors import Alternative, HandleError, InputError, PlanError, PlanMismatch, UnknownName
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import EXPERTS
+from tokenyard.formats import Payload
+from tokenyard.group import thread_groups
+from tokenyard.planning import gather_stats
 from tokenyard.planning.alternatives import apply_alternative
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
+from tokenyard.routing import GroupedSigmoidRouter, Placement, SoftmaxRouter
 from tokenyard.rows import UnfinalizedRows
 
 interpreter.install()  # alternatives that are offered run here, kernels too
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
-router = ty.SoftmaxRouter(2, renormalize=True)
+router = SoftmaxRouter(2, renormalize=True)
 
 # Layers that cannot be wired, and a part of what the error says.
 IMPOSSIBLE = {
@@ -76,15 +83,15 @@ IMPOSSIBLE = {
         "sum=choices: experts that route by themselves leave home in the dark",
     ),
     "a placement of other experts": (
-        {"placement": ty.Placement.contiguous(7, 2)},
+        {"placement": Placement.contiguous(7, 2)},
         "placement=a placement of 7 experts on 2 ranks, contiguous",
     ),
 }
 
 
 def test_a_router_must_fit_the_experts_of_its_layer():
-    with pytest.raises(ty.PlanError, match="router=5 experts in 3 groups: expected groups of one size"):
-        ty.draft([spec(router=ty.GroupedSigmoidRouter(2, num_groups=3))], 2)
+    with pytest.raises(PlanError, match="router=5 experts in 3 groups: expected groups of one size"):
+        ty.draft([spec(router=GroupedSigmoidRouter(2, num_groups=3))], 2)
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
@@ -93,7 +100,7 @@ def test_what_cannot_be_wired_is_refused_with_alternatives_that_run(name):
     if changes.get("experts") == "Swizzled":
         changes = changes | {"experts": Swizzled}
     impossible = [spec("body"), spec("odd", **changes)]
-    with pytest.raises(ty.PlanError, match=re.escape(message)) as caught:
+    with pytest.raises(PlanError, match=re.escape(message)) as caught:
         ty.draft(impossible, 2, exchange="two_sided", device=torch.device("cpu"))
     error = caught.value
     assert error.layer == "odd"
@@ -121,13 +128,13 @@ def run_every_layer(group, layers, exchange):
 
 def test_an_alternative_of_one_layer_must_not_break_another():
     # With allgather the self-routing layer fits, and so do all others: the exchange may be offered.
-    with pytest.raises(ty.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         ty.draft([spec("a"), spec("b", experts="self_routing", router=router)], 2, exchange="two_sided")
     assert Alternative(changes={"exchange": "allgather"}) in caught.value.alternatives
 
 
 def test_two_changes_are_offered_where_one_is_not_enough():
-    with pytest.raises(ty.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         ty.draft([spec(wire="fp32", combine_wire="fp32")], 2)
     assert caught.value.alternatives
     assert all(len(a.changes) == 2 for a in caught.value.alternatives)
@@ -151,22 +158,22 @@ def test_unknown_names_come_with_the_nearest_match_and_the_layer(changes, messag
 
 
 def test_unknown_placements_and_exchanges():
-    with pytest.raises(ty.PlanError, match="placement=unknown placement 'round_robbin'"):
+    with pytest.raises(PlanError, match="placement=unknown placement 'round_robbin'"):
         ty.draft([spec(placement="round_robbin")], 2)
-    with pytest.raises(ty.UnknownName, match=r"unknown exchange 'two_side'.*did you mean 'two_sided'"):
+    with pytest.raises(UnknownName, match=r"unknown exchange 'two_side'.*did you mean 'two_sided'"):
         ty.draft([spec()], 2, exchange="two_side")
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts", "top_k"])
 @pytest.mark.parametrize("value", [0, -3, 2.5, True, "8"])
 def test_sizes_are_whole_numbers_of_at_least_one(field, value):
-    with pytest.raises(ty.PlanError, match=f"{field}={value}: must be a whole number of at least 1"):
+    with pytest.raises(PlanError, match=f"{field}={value}: must be a whole number of at least 1"):
         ty.draft([spec(**{field: value})], 2)
 
 
 @pytest.mark.parametrize("value", [None, 0, -1, "many"])
 def test_a_plan_needs_to_know_the_most_tokens(value):
-    with pytest.raises(ty.PlanError, match=f"max_tokens={value}: say how many tokens a rank brings at most"):
+    with pytest.raises(PlanError, match=f"max_tokens={value}: say how many tokens a rank brings at most"):
         ty.draft([spec(max_tokens=value)], 2)
 
 
@@ -184,26 +191,26 @@ def test_a_layers_own_max_tokens_goes_before_the_plans():
     ],
 )
 def test_the_list_of_layers_is_checked(layers, message):
-    with pytest.raises(ty.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         ty.draft(layers, 2)
 
 
 def test_dtypes_that_rows_cannot_have():
-    with pytest.raises(ty.PlanError, match="dtype=float64: rows are bfloat16, float16, float32"):
+    with pytest.raises(PlanError, match="dtype=float64: rows are bfloat16, float16, float32"):
         ty.draft([spec(dtype=torch.float64)], 2)
 
 
 @pytest.mark.parametrize("name", ["ids", "data", "scales"])
 def test_a_further_payload_must_not_take_a_name_of_the_packet(name):
-    payload = ty.Payload(name=name, dtype=torch.int32, width=1)
-    with pytest.raises(ty.PlanError, match=f"payloads={name}: a packet has a payload of this name already"):
+    payload = Payload(name=name, dtype=torch.int32, width=1)
+    with pytest.raises(PlanError, match=f"payloads={name}: a packet has a payload of this name already"):
         ty.draft([spec(payloads=(payload,))], 2)
 
 
 def test_two_further_payloads_have_two_names():
-    tag = ty.Payload(name="tag", dtype=torch.int32, width=1)
+    tag = Payload(name="tag", dtype=torch.int32, width=1)
     assert ty.draft([spec(payloads=(tag, dataclasses.replace(tag, name="other")))], 2).specs
-    with pytest.raises(ty.PlanError, match="payloads=tag: a packet has a payload of this name already"):
+    with pytest.raises(PlanError, match="payloads=tag: a packet has a payload of this name already"):
         ty.draft([spec(payloads=(tag, tag))], 2)
 
 
@@ -229,7 +236,7 @@ DIFFERENCES = {
     "placement": "round_robin",
     "spare_experts": 2,
     "experts": "reference",
-    "payloads": (ty.Payload(name="tag", dtype=torch.int64, width=1),),
+    "payloads": (Payload(name="tag", dtype=torch.int64, width=1),),
     "reduce_ranks": "caller",
     "sum": "choices",
     "name": "other",
@@ -246,7 +253,7 @@ def plan_that_differs(group, field, value):
     try:
         held = "fp8_block128" if field == "inner" else "bf16"  # the only weights that have a choice there
         ty.plan([spec("a"), dataclasses.replace(spec("b", weights=held), **changes)], group)
-    except ty.PlanMismatch as error:
+    except PlanMismatch as error:
         return error.differences, str(error), group.gather_json("still here")
     return None
 
@@ -270,7 +277,7 @@ def test_all_ranks_raise_when_one_ranks_layer_differs_in_any_field(field):
 def test_sizes_up_to_the_limit_are_planned_and_larger_ones_are_not(name, most):
     small = {"hidden_size": 8, "intermediate_size": 8, "max_tokens": 1, "experts": "reference"}
     assert ty.draft([spec(**(small | {name: most}))], 2, exchange="two_sided").specs
-    with pytest.raises(ty.PlanError, match=f"{name}={most + 1}"):
+    with pytest.raises(PlanError, match=f"{name}={most + 1}"):
         ty.draft([spec(**(small | {name: most + 1}))], 2, exchange="two_sided")
 
 
@@ -281,7 +288,7 @@ def test_counts_up_to_the_limit_are_planned_and_larger_ones_are_not(name, most):
         return ty.draft([spec(max_tokens=1)], world, exchange="two_sided", in_flight=in_flight)
 
     assert draft(most).specs
-    with pytest.raises(ty.InputError, match=f"{name} is {most + 1}"):
+    with pytest.raises(InputError, match=f"{name} is {most + 1}"):
         draft(most + 1)
 
 
@@ -320,7 +327,7 @@ def unreadable_on_one(group):
     """A router's bias that has no numbers: found only when plans are compared."""
     bias_E = torch.zeros(5, device="meta" if group.rank == 1 else "cpu")
     try:
-        ty.plan([spec(router=ty.GroupedSigmoidRouter(2, choice_bias_E=bias_E))], group)
+        ty.plan([spec(router=GroupedSigmoidRouter(2, choice_bias_E=bias_E))], group)
     except Exception as error:
         return type(error).__name__
     return None
@@ -384,7 +391,7 @@ def test_a_plan_tells_what_experts_take_for_weights_in_another_form():
     assert drafted.scratch_bytes == 3 * 3 * 128 * 512
     assert str(drafted).endswith("in long batches their experts share 589.8 KB more, for weights as e4m3")
 
-    class Declined(ty.EXPERTS["fused"]):
+    class Declined(EXPERTS["fused"]):
         name = "declined"
         expands = False
 
@@ -399,7 +406,7 @@ def test_a_plan_tells_what_experts_take_for_weights_in_another_form():
         assert "long batches" not in str(draft([other], 2, max_tokens=4))
 
 
-class OwnKernel(ty.EXPERTS["grouped"]):
+class OwnKernel(EXPERTS["grouped"]):
     """A kernel of one's own, which says nothing of what it holds between its products."""
 
     name = "own"
@@ -410,7 +417,7 @@ class OwnKernel(ty.EXPERTS["grouped"]):
 
 def test_experts_of_ones_own_hold_codes_only_where_they_say_so():
     layer = spec(weights="fp8_block128", inner="fp8_block128", experts=OwnKernel)
-    with pytest.raises(ty.PlanError, match=r"own experts with fp8_block128 weights hold numbers .* as exact"):
+    with pytest.raises(PlanError, match=r"own experts with fp8_block128 weights hold numbers .* as exact"):
         draft([layer], 2, max_tokens=4)
 
 
@@ -453,15 +460,15 @@ def counted(group, exchange):
         mine,
         time.monotonic() - began,
         plan.stats()["idle"].rounds,
-        plan.gather_stats(),
+        gather_stats(plan),
         # On one host, rows of `hierarchical` go through memory.
-        ty.EXCHANGES["one_sided" if exchange == "hierarchical" else exchange].region_bytes(
+        EXCHANGES["one_sided" if exchange == "hierarchical" else exchange].region_bytes(
             plan.wiring("moe").exchange_spec
         ),
     )
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_stats_count_rows_bytes_and_waits_by_rank_and_layer(exchange):
     results = on_ranks(2, counted, exchange)
     for mine, seconds, idle_rounds, everybody, nbytes in results:
@@ -485,7 +492,7 @@ def test_a_layer_that_is_kept_must_be_there():
         return error, [layer.name for layer in plan.draft.specs]
 
     for error, names in on_ranks(2, body):
-        assert isinstance(error, ty.UnknownName)
+        assert isinstance(error, UnknownName)
         assert "'c'" in str(error)
         assert names == ["a", "b"]
 
@@ -504,8 +511,7 @@ def two_plans(group):
         raised(first.trim),
         raised(first.go_on_without, [1 - group.rank]),
         raised(first.readmit),
-        raised(first.gather_stats),
-        raised(first.warmup),
+        raised(gather_stats, first),
     ]
     after = build(second, "moe")(x_TH, routes)
     return torch.equal(before, between) and torch.equal(between, after), late
@@ -516,7 +522,7 @@ def test_several_plans_live_in_one_process_and_close_alone(ranks):
     for same, late in on_ranks(2, two_plans, ranks=ranks):
         assert same
         for error in late:
-            assert isinstance(error, ty.HandleError)
+            assert isinstance(error, HandleError)
             assert "the plan is closed" in str(error)
 
 
@@ -538,7 +544,7 @@ def after_a_loss(group):
 def test_a_plan_that_goes_on_checks_who_is_lost_and_keeps_what_it_was_told():
     for rank, (wrong, dropped, same) in enumerate(on_ranks(3, after_a_loss)[:2]):
         for error in wrong:
-            assert isinstance(error, ty.InputError)
+            assert isinstance(error, InputError)
             assert f"expected ranks from 0 to 2, other than {rank}, which asks" in str(error)
         assert dropped > 0
         assert same
@@ -558,10 +564,10 @@ def test_experts_that_route_by_themselves_do_not_renormalize_without_a_word():
         assert "fix: go on without renormalize=True" in str(error)
 
 
-@pytest.mark.parametrize("group", [4, None, ty.thread_groups(2)], ids=["a number", "nothing", "all groups"])
+@pytest.mark.parametrize("group", [4, None, thread_groups(2)], ids=["a number", "nothing", "all groups"])
 def test_a_plan_is_made_with_a_group(group):
     with pytest.raises(
-        ty.InputError, match=r"expected a Group.*fix: call plan inside a function that `launch` runs"
+        InputError, match=r"expected a Group.*fix: call plan inside a function that `launch` runs"
     ):
         ty.plan([spec()], group)
 
@@ -580,10 +586,10 @@ def other_arguments(group):
 def test_a_layer_is_made_of_a_plan_a_name_and_weights():
     (drafted, swapped, pair, nothing) = on_ranks(1, other_arguments)[0]
     for error in (drafted, swapped):
-        assert isinstance(error, ty.InputError)
+        assert isinstance(error, InputError)
         assert "expected a Plan, which all ranks have agreed on; fix: pass plan(layers, group" in str(error)
     for error in (pair, nothing):
-        assert isinstance(error, ty.InputError)
+        assert isinstance(error, InputError)
         assert "layer 'moe', rank 0: the weights are" in str(error)
         assert "fix: pass ExpertWeights(" in str(error)
 
@@ -620,26 +626,26 @@ def test_a_plan_keeps_what_it_was_made_with_whatever_the_environment_says_later(
     assert on_ranks(2, environment_changes, variable, value) == [("two_sided", False, True)] * 2
 
 
-class Own(ty.EXCHANGES["two_sided"]):
+class Own(EXCHANGES["two_sided"]):
     name = "an exchange of one's own"
 
 
 def test_a_layer_that_does_not_fit_an_exchange_of_ones_own_is_refused_with_alternatives():
-    with pytest.raises(ty.PlanError, match="wire=fp32") as caught:
+    with pytest.raises(PlanError, match="wire=fp32") as caught:
         ty.draft([spec(wire="fp32")], 2, exchange=Own)
     assert {"wire": "mxfp8"} in [alternative.changes for alternative in caught.value.alternatives]
 
 
 def test_a_layer_that_the_plan_does_not_have():
     plan = on_ranks(1, lambda group: ty.plan([spec("model.layers.3.mlp")], group))[0]
-    with pytest.raises(ty.UnknownName, match=r"did you mean 'model\.layers\.3\.mlp'"):
+    with pytest.raises(UnknownName, match=r"did you mean 'model\.layers\.3\.mlp'"):
         plan.wiring("model.layer.3.mlp")
 
 
 # -- Duties ----------------------------------------------------------------------------------------------------
 
 
-class Unfinished(ty.EXPERTS["reference"]):
+class Unfinished(EXPERTS["reference"]):
     """A kernel that cannot finalize."""
 
     name = "unfinished"
@@ -652,7 +658,7 @@ class Unfinished(ty.EXPERTS["reference"]):
         return result
 
 
-class Swizzled(ty.EXPERTS["reference"]):
+class Swizzled(EXPERTS["reference"]):
     """A kernel that wants swizzled scales."""
 
     name = "swizzled"
@@ -664,7 +670,7 @@ class Swizzled(ty.EXPERTS["reference"]):
 
 
 def test_every_duty_has_exactly_one_party():
-    duty, party = ty.Duty, ty.Party
+    duty, party = Duty, Party
 
     def duties(**changes):
         (wiring,) = ty.draft([spec(hidden_size=100, **changes)], 2, exchange="allgather").wirings
@@ -684,7 +690,7 @@ def test_every_duty_has_exactly_one_party():
     assert duties(wire="mxfp8", experts=Swizzled)[duty.SWIZZLE] is party.RECEIVER
     assert duties(experts=Swizzled)[duty.SWIZZLE] is party.NOBODY  # bf16 has no scales
     assert duties(reduce_ranks="caller")[duty.REDUCE_RANKS] is party.CALLER
-    scaled = ty.SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
+    scaled = SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
     assert duties(router=scaled)[duty.ROUTED_SCALING] is party.ROUTER
     assert duties(routed_scaling=2.5)[duty.ROUTED_SCALING] is party.CALLER
 
@@ -720,7 +726,7 @@ def test_whoever_has_the_duty_the_bits_are_the_same(wire, weight_on):
 )
 def test_counts_that_make_no_plan(ranks, settings, name):
     spec = ty.LayerSpec(name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=1)
-    with pytest.raises(ty.InputError, match=f"^{name} is "):
+    with pytest.raises(InputError, match=f"^{name} is "):
         ty.draft([spec], ranks, **({"max_tokens": 4} | settings))
 
 
@@ -729,13 +735,11 @@ def test_multiprocessors_are_bounded_where_kernels_move_rows_and_nowhere_else():
     assert "1 in flight, 8 multiprocessors of a GPU for the exchange (sms)" in str(drafted)
     assert drafted.fields()["sms"] == 8
     errors = on_ranks(2, lambda group: raised(ty.plan, [spec()], group, exchange="one_sided", sms=8))
-    assert all(
-        isinstance(error, ty.PlanError) and "sms=8: one_sided on cpu" in str(error) for error in errors
-    )
+    assert all(isinstance(error, PlanError) and "sms=8: one_sided on cpu" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_workspace_holds_every_dispatch_in_flight_of_the_largest_layer(exchange, in_flight):
     layers = [spec("wide", hidden_size=96, max_tokens=4), spec("long", max_tokens=32)]
     drafted = ty.draft(layers, 3, exchange=exchange, in_flight=in_flight)
@@ -751,5 +755,5 @@ def test_a_workspace_of_the_largest_size_is_planned_and_a_larger_one_is_not(monk
     monkeypatch.setattr("tokenyard.planning.drafting._LARGEST_WORKSPACE", nbytes)
     assert ty.draft([layer], 3, in_flight=2).workspace_bytes == nbytes
     monkeypatch.setattr("tokenyard.planning.drafting._LARGEST_WORKSPACE", nbytes - 1)
-    with pytest.raises(ty.PlanError, match="max_tokens=16: rows of this layer would take"):
+    with pytest.raises(PlanError, match="max_tokens=16: rows of this layer would take"):
         ty.draft([layer], 3, in_flight=2)

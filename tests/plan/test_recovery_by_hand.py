@@ -7,9 +7,12 @@ import pytest
 import tokenyard as ty
 from tests.models import raised, spec
 from tokenyard.elastic.recovery import Recovery
+from tokenyard.errors import PlanBroken
+from tokenyard.group import thread_groups
 from tokenyard.planning.state import WholePlan
+from tokenyard.routing import Placement
 
-TWICE = ty.Placement.explicit(2, [[0, 1], [0, 1], [0]])
+TWICE = Placement.explicit(2, [[0, 1], [0, 1], [0]])
 
 
 def lost(*peers, kind=ty.PeerLost):
@@ -26,10 +29,9 @@ def recovery(*, survive=True, rank=0, told=(), calls=0, placement=TWICE):
         name: SimpleNamespace(take_part=lambda name=name: done.append(name)) for name in ("first", "second")
     }
     state = SimpleNamespace(
-        survive=survive, group=group, draft=SimpleNamespace(wirings=[wiring]), layers=layers
+        survive=survive, calls=calls, group=group, draft=SimpleNamespace(wirings=[wiring]), layers=layers
     )
     made = Recovery(state, None)
-    made.calls = calls
     made.go_on_without = lambda peers: done.append(list(peers))
     return made, done
 
@@ -38,11 +40,11 @@ def recovery(*, survive=True, rank=0, told=(), calls=0, placement=TWICE):
     ("options", "loss"),
     [
         ({"survive": False}, lost(1)),
-        ({}, lost(1, kind=ty.PlanBroken)),
+        ({}, lost(1, kind=PlanBroken)),
         ({}, lost()),
         ({"rank": 1}, lost(1)),
         ({}, lost(1, 2, 0)),
-        ({"placement": ty.Placement.explicit(2, [[0], [1], [0]])}, lost(1)),  # with expert 1
+        ({"placement": Placement.explicit(2, [[0], [1], [0]])}, lost(1)),  # with expert 1
     ],
 )
 def test_losses_that_a_call_does_not_survive_are_raised(options, loss):
@@ -136,7 +138,7 @@ def test_a_plan_goes_on_unless_those_that_were_lost_had_left_it(followed, left):
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("gone", [[], [1]])
 def test_fresh_ranks_come_after_those_that_are_left_have_settled(gone, given):
-    done, whole_group, fresh = [], SimpleNamespace(size=3), ty.thread_groups(1)[0]
+    done, whole_group, fresh = [], SimpleNamespace(size=3), thread_groups(1)[0]
     whole_group.readmit = lambda lost, *, seconds: done.append((lost, seconds)) or fresh
     left = SimpleNamespace(close=lambda: done.append("left closed"))
     state = SimpleNamespace(

@@ -2,7 +2,9 @@
 
 import tokenyard as ty
 from tests.models import on_ranks, raised, spec
+from tokenyard.errors import PlanMismatch
 from tokenyard.group import ThreadGroup
+from tokenyard.routing import Placement, SoftmaxRouter
 
 
 class Older(ThreadGroup):
@@ -19,7 +21,7 @@ class Older(ThreadGroup):
 def mismatch(group, says):
     group.__class__, Older.says = Older, staticmethod(says)
     error = raised(ty.plan, [spec()], group)
-    assert isinstance(error, ty.PlanMismatch), error
+    assert isinstance(error, PlanMismatch), error
     return list(error.differences)[:2], error.fix
 
 
@@ -66,7 +68,7 @@ def test_another_torch_is_a_warning_on_every_rank(caplog):
 
 
 def test_a_layer_is_compared_by_names_and_plain_values():
-    router = ty.SoftmaxRouter(top_k=2, renormalize=True)
+    router = SoftmaxRouter(top_k=2, renormalize=True)
     plain, other = (
         ty.draft([layer], 2, exchange="two_sided").wirings[0].fields()
         for layer in (
@@ -99,7 +101,7 @@ def test_a_layer_is_compared_by_names_and_plain_values():
         router.fields(),
         1.0,
     ]
-    assert plain["placement"] == ty.Placement.contiguous(5, 2).fields()
+    assert plain["placement"] == Placement.contiguous(5, 2).fields()
     assert plain["experts"] == "grouped (GroupedExperts)"
     assert plain["duties"]["QUANTIZE"] == "NOBODY"
     assert other["duties"]["QUANTIZE"] == "SENDER"

@@ -10,7 +10,10 @@ import torch
 import tokenyard as ty
 from tests.models import batch, on_ranks, spec
 from tokenyard.conformance.cases import random_weights, same_bits
-from tokenyard.rows import LocalRoutes, ReceivedRows
+from tokenyard.errors import ContractError
+from tokenyard.experts import EXPERTS
+from tokenyard.formats import FORMATS
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows
 
 KERNELS = ["reference", "grouped"]
 
@@ -21,7 +24,7 @@ def received_batch(layer, tokens=9):
     ids_RK[0] = -1
     ids_RK[1] = 3  # one expert twice
     return ReceivedRows(
-        rows=ty.FORMATS["bf16"]().encode(x_TH),
+        rows=FORMATS["bf16"]().encode(x_TH),
         routes=LocalRoutes(ids_RK=ids_RK, weights_RK=routes.topk_weights_TK),
         counts_W=(tokens,),
     )
@@ -36,11 +39,11 @@ def experts_of(layer, cls):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_39315_finalize_on_and_off_agree(kernel, weight_on):
     layer = spec(weight_on=weight_on)
-    experts, received = experts_of(layer, ty.EXPERTS[kernel]), received_batch(layer)
+    experts, received = experts_of(layer, EXPERTS[kernel]), received_batch(layer)
     finished = experts(received, finalize=True)
     unfinished = experts(received, finalize=False)
-    assert type(finished) is ty.ExpertRows
-    assert type(unfinished) is ty.UnfinalizedRows
+    assert type(finished) is ExpertRows
+    assert type(unfinished) is UnfinalizedRows
     assert same_bits(unfinished.finish().rows_RH.float(), finished.rows_RH.float())
     # By hand: one row per pair, weighted and summed by whoever asked for it.
     by_hand = torch.zeros(9, 32, dtype=torch.float64)
@@ -57,7 +60,7 @@ RETURNED = {
     "nothing": (lambda rows: None, "returned None"),
     "a tensor": (lambda rows: rows.rows_RH, "returned a tensor float32"),
     "unfinalized rows": (
-        lambda rows: ty.UnfinalizedRows(
+        lambda rows: UnfinalizedRows(
             rows_NH=rows.rows_RH, weights_N=torch.ones(9), index_N=torch.arange(9), num_rows=9, top_k=1
         ),
         "returned a UnfinalizedRows",
@@ -65,7 +68,7 @@ RETURNED = {
 }
 
 
-class Changed(ty.EXPERTS["reference"]):
+class Changed(EXPERTS["reference"]):
     """A kernel whose dependency was upgraded underneath."""
 
     name = "changed"
@@ -79,7 +82,7 @@ class Changed(ty.EXPERTS["reference"]):
 def test_39315_a_kernel_that_returns_anything_else_is_refused_where_it_returns(name):
     wrap, message = RETURNED[name]
     cls = type("Upgraded", (Changed,), {"wrap": staticmethod(wrap), "name": "upgraded"})
-    with pytest.raises(ty.ContractError, match=r"Upgraded\.compute\(finalize=True\) " + message):
+    with pytest.raises(ContractError, match=r"Upgraded\.compute\(finalize=True\) " + message):
         experts_of(spec(), cls)(received_batch(spec()))
 
 
@@ -111,10 +114,10 @@ def test_39315_rows_of_the_wrong_shape_are_refused(rows):
     cls = type(
         "Reshaped",
         (Changed,),
-        {"wrap": staticmethod(lambda _: ty.ExpertRows(rows_RH=rows)), "name": "reshaped"},
+        {"wrap": staticmethod(lambda _: ExpertRows(rows_RH=rows)), "name": "reshaped"},
     )
     experts, received = experts_of(spec(), cls), received_batch(spec())
     from tokenyard.rows import check_expert_rows
 
-    with pytest.raises(ty.ContractError, match="one row per received row, without padding"):
+    with pytest.raises(ContractError, match="one row per received row, without padding"):
         check_expert_rows(experts(received), received)

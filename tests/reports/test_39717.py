@@ -12,10 +12,12 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.workspace import round_up
+from tokenyard.formats import FORMATS, EncodedRows, Payload
 
 TRAVEL = ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"]
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 
 def planned_for_one_format(group, exchange, planned):
@@ -26,7 +28,7 @@ def planned_for_one_format(group, exchange, planned):
     refused = {}
     for other in TRAVEL:
         if other != planned:
-            rows = ty.FORMATS[other]().encode(x_TH)
+            rows = FORMATS[other]().encode(x_TH)
             refused[other] = str(
                 raised(plan.exchange.dispatch, plan.wiring("moe").exchange_spec, rows, routes)
             )
@@ -57,17 +59,17 @@ def test_39717_a_packet_holds_exactly_what_the_format_declares(wire, hidden_size
 
 
 @dataclass(frozen=True)
-class Doubled(ty.FORMATS["bf16"]):
+class Doubled(FORMATS["bf16"]):
     """Somebody else's format, twice as wide as bf16."""
 
     name = "doubled"
 
     def payloads(self, hidden_size):
-        return (ty.Payload(name="data", dtype=torch.bfloat16, width=2 * hidden_size),)
+        return (Payload(name="data", dtype=torch.bfloat16, width=2 * hidden_size),)
 
     def encode(self, x_TH):
         data = torch.cat([x_TH, x_TH], dim=1)
-        return ty.EncodedRows(format=self, hidden_size=x_TH.shape[1], payloads={"data": data})
+        return EncodedRows(format=self, hidden_size=x_TH.shape[1], payloads={"data": data})
 
     def decode(self, rows, dtype=torch.float32):
         return rows.payloads["data"][:, : rows.hidden_size].to(dtype)

@@ -14,14 +14,18 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
+from tokenyard.duties import Duty, Party
+from tokenyard.errors import PlanError
+from tokenyard.exchange import EXCHANGES
+from tokenyard.formats import FORMATS
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 ENCODES = Counter()
 
 
 @dataclass(frozen=True)
-class CountedMxfp8(ty.FORMATS["mxfp8"]):
+class CountedMxfp8(FORMATS["mxfp8"]):
     """mxfp8 that counts how often rows are encoded, and by which rank."""
 
     name = "counted_mxfp8"
@@ -60,8 +64,8 @@ def test_40960_quantize_before_and_quantize_after_give_the_duty_once_and_the_sam
     for (y_before, duties_before), (y_both, _), (y_after, duties_after) in zip(
         before, both_say, after, strict=True
     ):
-        assert duties_before[ty.Duty.QUANTIZE] is duties_before[ty.Duty.PAD] is ty.Party.SENDER
-        assert duties_after[ty.Duty.QUANTIZE] is duties_after[ty.Duty.PAD] is ty.Party.EXPERTS
+        assert duties_before[Duty.QUANTIZE] is duties_before[Duty.PAD] is Party.SENDER
+        assert duties_after[Duty.QUANTIZE] is duties_after[Duty.PAD] is Party.EXPERTS
         assert same_bits(y_before, y_both)
         assert same_bits(y_before, y_after)
     plain = on_ranks(2, quantized_where, exchange, "bf16", None)
@@ -75,7 +79,7 @@ def test_40960_quantizing_twice_cannot_be_planned():
         ("mxfp8", "mxfp8(alignment=256)"),
         ("fp8_block128", "mxfp8"),
     ]:
-        with pytest.raises(ty.PlanError, match="would be quantized a second time"):
+        with pytest.raises(PlanError, match="would be quantized a second time"):
             ty.draft([spec(wire=wire, expert_rows=rows)], 2)
 
 
@@ -126,7 +130,7 @@ def test_40960_no_format_at_all_means_the_inputs_dtype(dtype):
     assert payload.dtype == dtype
     assert wiring.wire.quantized is False
     assert wiring.exchange_spec.combine_wire == wiring.wire
-    assert wiring.duties[ty.Duty.QUANTIZE] is ty.Party.NOBODY
+    assert wiring.duties[Duty.QUANTIZE] is Party.NOBODY
     assert [y.dtype for y in on_ranks(2, in_own_dtype, dtype)] == [dtype] * 2
 
 

@@ -12,8 +12,14 @@ import tokenyard as ty
 from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.oracle import oracle, relative_error
+from tokenyard.duties import Duty, Party
+from tokenyard.errors import PlanError
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import EXPERTS
+from tokenyard.routing import SoftmaxRouter
+from tokenyard.rows import CombinedRows, ExpertRows, RankRows, UnfinalizedRows
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 
 def dispatched_and_result(plan, name, x_TH, routes):
@@ -36,12 +42,12 @@ def attempts(group, exchange):
 
     attempt("unfinalized rows", lambda built, flight, result: built.experts(flight.received, finalize=False))
     combined = build(plan, "moe")(x_TH, routes)
-    attempt("a combined output", lambda *_: ty.CombinedRows(y_TH=combined))
+    attempt("a combined output", lambda *_: CombinedRows(y_TH=combined))
     attempt("a plain tensor", lambda built, flight, result: result.rows_RH)
     attempt("a tensor summed over ranks by hand", lambda built, flight, result: result.rows_RH.sum(0))
     attempt("a tuple", lambda built, flight, result: (result, None))
     attempt("nothing", lambda *_: None)
-    attempt("one row per token", lambda *_: ty.ExpertRows(rows_RH=torch.zeros(9999, 32)))
+    attempt("one row per token", lambda *_: ExpertRows(rows_RH=torch.zeros(9999, 32)))
     attempt("the received rows", lambda built, flight, result: flight.received)
     attempt("a caller's reduction by the exchange", lambda built, flight, result: result, layer="by caller")
     attempt(
@@ -95,38 +101,38 @@ def test_41382_reducing_twice_is_unconstructible(exchange):
 
 
 def test_41382_the_types_have_no_way_to_claim_another_reduction():
-    fields = {cls: {f.name for f in dataclasses.fields(cls)} for cls in (ty.ExpertRows, ty.CombinedRows)}
-    assert fields == {ty.ExpertRows: {"rows_RH"}, ty.CombinedRows: {"y_TH"}}  # no flag that could be wrong
-    assert not issubclass(ty.CombinedRows, ty.ExpertRows)
-    assert not issubclass(ty.UnfinalizedRows, ty.ExpertRows)
-    assert not issubclass(ty.RankRows, ty.ExpertRows)
+    fields = {cls: {f.name for f in dataclasses.fields(cls)} for cls in (ExpertRows, CombinedRows)}
+    assert fields == {ExpertRows: {"rows_RH"}, CombinedRows: {"y_TH"}}  # no flag that could be wrong
+    assert not issubclass(CombinedRows, ExpertRows)
+    assert not issubclass(UnfinalizedRows, ExpertRows)
+    assert not issubclass(RankRows, ExpertRows)
 
 
 def test_41382_every_layer_has_one_party_for_each_reduction():
-    for experts in ty.EXPERTS:
-        for exchange in ty.EXCHANGES:
+    for experts in EXPERTS:
+        for exchange in EXCHANGES:
             for reduce_ranks in ("exchange", "caller"):
-                router = ty.SoftmaxRouter(2, renormalize=True)
+                router = SoftmaxRouter(2, renormalize=True)
                 layer = spec(experts=experts, reduce_ranks=reduce_ranks, router=router)
                 error = raised(ty.draft, [layer], 2, exchange=exchange)
                 if (
                     error is not None
                 ):  # logits do not travel through two_sided, unreduced rows not through hierarchical
-                    assert isinstance(error, ty.PlanError)
+                    assert isinstance(error, PlanError)
                     continue
                 (wiring,) = ty.draft([layer], 2, exchange=exchange).wirings
-                expected = ty.Party.EXCHANGE if reduce_ranks == "exchange" else ty.Party.CALLER
-                assert wiring.duties[ty.Duty.REDUCE_RANKS] is expected
-                assert wiring.duties[ty.Duty.REDUCE_EXPERTS] in (ty.Party.EXPERTS, ty.Party.RECEIVER)
+                expected = Party.EXCHANGE if reduce_ranks == "exchange" else Party.CALLER
+                assert wiring.duties[Duty.REDUCE_RANKS] is expected
+                assert wiring.duties[Duty.REDUCE_EXPERTS] in (Party.EXPERTS, Party.RECEIVER)
 
 
 def test_41382_tensor_parallel_partial_sums_cannot_be_planned():
-    with pytest.raises(ty.PlanError, match="its partial results would be summed twice"):
+    with pytest.raises(PlanError, match="its partial results would be summed twice"):
         ty.draft([spec(tensor_parallel=2)], 2)
 
 
 def scaling(group):
-    router = ty.SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
+    router = SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
     plan = ty.plan([spec(router=router)], group)
     layer = build(plan, "moe")
     x_TH, _ = batch(spec(), 4)

@@ -11,9 +11,10 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
+from tokenyard.exchange import EXCHANGES
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 
 # A 4-bit body and an unquantized prediction head is the ordinary case; the rest is harder.
 LAYERS = [

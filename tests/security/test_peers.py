@@ -10,6 +10,8 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.errors import GroupError
+from tokenyard.exchange import EXCHANGES
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase
 from tokenyard.group.base import LARGEST_JSON, Group
 
@@ -50,13 +52,13 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("exchange", ["two_sided", "allgather", "one_sided"])
 def test_rows_that_are_announced_are_bounded_by_the_plan(exchange, lie):
-    errors = on_ranks(2, call_once, lying(ty.EXCHANGES[exchange], **LIES[lie]))
-    assert isinstance(errors[0], ty.GroupError)
+    errors = on_ranks(2, call_once, lying(EXCHANGES[exchange], **LIES[lie]))
+    assert isinstance(errors[0], GroupError)
     assert "rank 1 announces" in str(errors[0])
     assert "max_tokens=16" in str(errors[0])
     assert errors[0].layer == "moe"
     # Where an announcement goes to all, all raise; one that a single rank got ends the others' waits.
-    assert isinstance(errors[1], ty.GroupError)
+    assert isinstance(errors[1], GroupError)
 
 
 class Hearsay(Group):
@@ -91,14 +93,14 @@ def in_words(size: int) -> bytes:
 @pytest.mark.parametrize("size", [HUGE, LARGEST_JSON + 1, 2**63 - 1, 0, -1])
 def test_the_size_of_a_value_is_bounded_before_memory_is_taken(size):
     group = Hearsay(in_words(size))
-    with pytest.raises(ty.GroupError, match=f"rank 1 sent {size} bytes in gather_json"):
+    with pytest.raises(GroupError, match=f"rank 1 sent {size} bytes in gather_json"):
         group.gather_json("mine")
     assert group.asked_for <= 8
 
 
 @pytest.mark.parametrize("value", [b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b"nonsense"])
 def test_what_is_no_json_is_an_error_of_ours(value):
-    with pytest.raises(ty.GroupError, match="rank 1 sent no JSON"):
+    with pytest.raises(GroupError, match="rank 1 sent no JSON"):
         Hearsay(in_words(len(value)), value).gather_json("mine")
 
 
@@ -136,6 +138,6 @@ def test_an_announcement_comes_back_whatever_its_error_says():
     ],
 )
 def test_what_is_no_announcement_is_an_error_that_names_the_rank(encoded, words):
-    with pytest.raises(ty.GroupError, match="rank 7 sent what is no announcement") as caught:
+    with pytest.raises(GroupError, match="rank 7 sent what is no announcement") as caught:
         Announcement.decode(encoded, 7)
     assert words in str(caught.value)

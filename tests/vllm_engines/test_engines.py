@@ -2,9 +2,9 @@
 
 import pytest
 
-import tokenyard as ty
 from tests.vllm_engines.conftest import PROMPTS
 from tests.vllm_engines.launching import run_engine
+from tokenyard.exchange import EXCHANGES
 from tokenyard_lab.shipped import shipped_model
 
 PARALLEL = {
@@ -42,7 +42,7 @@ def check(ended, plain, exchanges):
 
 @pytest.mark.parametrize("parallel", PARALLEL.values(), ids=PARALLEL)
 def test_every_exchange_with_our_experts(plain, parallel, tmp_path):
-    exchanges = ["auto", *ty.EXCHANGES]
+    exchanges = ["auto", *EXCHANGES]
     ended = run_engine(tmp_path / "engine", job(parallel, exchanges=exchanges), TOKENYARD_VLLM="experts")
     check(ended, plain, exchanges)
     said = ended.said[0]

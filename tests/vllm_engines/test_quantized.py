@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import references
 from tests.vllm_engines.launching import ROOT, search_path
-from tokenyard import launch, open_checkpoint
-from tokenyard.checkpoints import convert
+from tokenyard import launch
+from tokenyard.checkpoints import convert, open_checkpoint
 from tokenyard.integrations.transformers import load_sharded
 
 SIZES = {

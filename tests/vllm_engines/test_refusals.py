@@ -14,8 +14,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from tests.integrations.vllm_kernel import moe_config
 from tests.models import spec
 from tests.vllm_engines.launching import run_engine
-from tokenyard import thread_groups
 from tokenyard.errors import ContractError
+from tokenyard.group import thread_groups
 from tokenyard.integrations.vllm import plugin
 from tokenyard.integrations.vllm.refusals import EVERY_REFUSAL
 from tokenyard_lab.shipped import shipped_model

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from docs.generate.pictures.svg import Drawing
-from tokenyard import Placement
 from tokenyard.exchange.batch import tokens_by_rank
+from tokenyard.routing import Placement
 
 WORLD = 3
 PLACEMENT = Placement.contiguous(6, WORLD)

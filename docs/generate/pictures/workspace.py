@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from docs.generate.pictures.svg import WIDTH, Drawing
-from tokenyard import Draft, LayerSpec
+from tokenyard import LayerSpec
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.transports.one_sided.cpu.signals import control_bytes
 from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.planning import Draft
 from tokenyard.planning.drafting import draft_ignoring_env
 from tokenyard.units import size
 

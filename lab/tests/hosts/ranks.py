@@ -28,6 +28,7 @@ from tests.models import batch, build, raised, spec
 from tokenyard.cli.doctor_hosts import examine_hosts
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
+from tokenyard.errors import PlanError
 from tokenyard.exchange.transports import hierarchical
 from tokenyard.group import failure_detector
 from tokenyard_lab.hosts import network
@@ -103,7 +104,7 @@ def inside_and_across(group: ty.Group) -> dict[str, list[str]]:
 def refused(group: ty.Group) -> dict[str, Any]:
     """`one_sided` over several hosts; what the error offers instead is taken at its word."""
     error = raised(ty.plan, LAYERS, group, exchange="one_sided")
-    assert isinstance(error, ty.PlanError)
+    assert isinstance(error, PlanError)
     offered = [alternative.changes["exchange"] for alternative in error.alternatives]
     return {"error": str(error), "offered": offered, "work": through(group, offered)}
 

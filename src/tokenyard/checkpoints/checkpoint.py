@@ -27,7 +27,7 @@ from tokenyard.checkpoints.naming import also_called, find_layers
 from tokenyard.checkpoints.reading import ExpertReading
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts.weights import ExpertWeights
-from tokenyard.group import Disagreement, Group, make_together
+from tokenyard.group import Disagreement, Group, GroupLike, borrowed, make_together
 from tokenyard.routing import Placement, placement_for
 
 # The least seconds that a rank waits for the slowest one, which may read hundreds of gigabytes from a slow disk.
@@ -198,7 +198,7 @@ def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:
         )
 
 
-def open_together(path: str | Path, group: Group) -> Checkpoint:
+def open_together(path: str | Path, group: GroupLike) -> Checkpoint:
     """Call `open_checkpoint` on every rank of a group: it succeeds on all of them, or all raise. Collective.
 
     The path may differ between hosts; the names, dtypes and shapes of the tensors may not.
@@ -208,15 +208,16 @@ def open_together(path: str | Path, group: Group) -> Checkpoint:
         return {"tensors": checkpoint.fingerprint()}
 
     what = "opening the checkpoint"
-    opened, notes = make_together(
-        group, what, lambda: open_checkpoint(path), seconds=READING_DEADLINE, note=note
-    )
-    _check_notes(notes, group)
+    with borrowed(group) as ranks:
+        opened, notes = make_together(
+            ranks, what, lambda: open_checkpoint(path), seconds=READING_DEADLINE, note=note
+        )
+        _check_notes(notes, ranks)
     return opened
 
 
 def load_experts(
-    checkpoint: Checkpoint, layer: str | int, group: Group, placement: str | Placement = "contiguous"
+    checkpoint: Checkpoint, layer: str | int, group: GroupLike, placement: str | Placement = "contiguous"
 ) -> ExpertWeights:
     """The weights of the experts that `placement` gives to this rank. Collective: all ranks succeed, or all raise.
 
@@ -233,6 +234,13 @@ def load_experts(
     >>> launch(3, rank, ranks="threads")
     [(3, 1152), (2, 768), (2, 768)]
     """
+    with borrowed(group) as ranks:
+        return _load_experts(checkpoint, layer, ranks, placement)
+
+
+def _load_experts(
+    checkpoint: Checkpoint, layer: str | int, group: Group, placement: str | Placement
+) -> ExpertWeights:
     facts: dict[str, Any] = {}
 
     def begin() -> ExpertReading:

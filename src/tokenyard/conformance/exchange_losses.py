@@ -22,6 +22,7 @@ from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
 from tokenyard.conformance.exchange_suite import Trial, layer, send
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import PeerLost, PlanBroken
+from tokenyard.planning import gather_stats
 from tokenyard.rows import ReceivedRows
 
 # Seconds. Short, since the ranks do nothing but wait.
@@ -74,7 +75,7 @@ class _Losing:
             self._must_be_broken(self.stack.check, "moe", "after PeerLost", what="a call of a layer")
         self._must_be_broken(send, made, spec, self.stack.batch("moe"), what="a dispatch")
         self._must_be_broken(made.extend, [layer("more")], what="plan.extend")
-        self._must_be_broken(made.gather_stats, what="plan.gather_stats")
+        self._must_be_broken(gather_stats, made, what="gather_stats")
 
     def _must_be_broken(self, fn: Callable[..., Any], *arguments: Any, what: str) -> None:
         must_raise(PlanBroken, fn, *arguments, when=f"{what} after PeerLost")

@@ -16,13 +16,15 @@ from typing import Any
 
 from tokenyard.elastic.moving import Carrier, held_by_all
 from tokenyard.elastic.rebalancing import HoldsExperts, Rebalance
-from tokenyard.elastic.resizing import STAY, StayCheck, exchange_named, give_up, not_taken_in
-from tokenyard.errors import TokenyardError
+from tokenyard.elastic.resizing import STAY, StayCheck, empty_weights, exchange_named, give_up, not_taken_in
+from tokenyard.errors import HandleError, TokenyardError
+from tokenyard.experts import ExpertWeights
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.drafting import Draft, draft_ignoring_env
-from tokenyard.planning.planner import Plan
+from tokenyard.planning.planner import Plan, state_of
 from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
 # Seconds between two checks whether the other ranks have switched.
@@ -38,6 +40,10 @@ class Joining:
         self._group, self._question, self._names = group, question, list(goals)
         self._present = {name: each for name, each in present.items() if each != goals[name]}
         self._goals = {name: goals[name] for name in self._present}
+
+    def empty_weights(self, wiring: Wiring) -> ExpertWeights:
+        """Zero weights for this rank's experts of a layer, into which those of other ranks are copied."""
+        return empty_weights(wiring, self._group.rank)
 
     def take_over(self, layers: Mapping[str, HoldsExperts], seconds: float) -> None:
         """Receive the experts, and wait until the other ranks have switched. Collective over the grown group."""
@@ -83,22 +89,24 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
     """Join a plan in use, on a fresh rank, while the others call `plan.grow`. `group` is what `rejoin` returned.
 
     `layers` are those of the plan, in its order; placements and settings are taken from the other ranks. Afterwards
-    make each layer with `plan.empty_weights(name)`, and call `plan.take_over()`, which receives the experts.
+    make each layer, `plan.layer(name)` without weights, and call `take_over(plan)`, which receives the experts.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import torch
-    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, join_plan, plan, rejoin, thread_groups
+    >>> from tokenyard import ExpertWeights, LayerSpec, plan
+    >>> from tokenyard.elastic import join_plan, take_over
+    >>> from tokenyard.group import rejoin, thread_groups
     >>> moe = LayerSpec(name="moe", hidden_size=8, intermediate_size=4, num_experts=4, top_k=1, max_tokens=4)
     >>> def old(group):
     ...     agreed = plan([moe], group, exchange="one_sided")
     ...     weights = ExpertWeights(w13=torch.ones(4, 8, 8).bfloat16(), w2=torch.ones(4, 8, 4).bfloat16())
-    ...     layer = MoELayer(agreed, "moe", weights.select(agreed.local_experts("moe")))
+    ...     layer = agreed.layer("moe", weights)
     ...     agreed.grow(1)
     ...     return agreed.local_experts("moe")
     >>> def fresh(address):
     ...     agreed = join_plan([moe], rejoin(address, rank=1))
-    ...     layer = MoELayer(agreed, "moe", agreed.empty_weights("moe"))
-    ...     agreed.take_over()
+    ...     layer = agreed.layer("moe")
+    ...     take_over(agreed)
     ...     return agreed.local_experts("moe")
     >>> (group,) = thread_groups(1)
     >>> with ThreadPoolExecutor(2) as pool:
@@ -127,8 +135,38 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
 
         agreed, number = agree_on_draft(group, make)
         made = Plan(agreed, group, make_plan_id(agreed, number))
-    made.join(Joining(group, told["question"], placements("present"), placements("goal")))
+    expect_experts(made, Joining(group, told["question"], placements("present"), placements("goal")))
     return made
+
+
+def expect_experts(plan: Plan, joining: Joining) -> None:
+    """Refuse calls of a plan's layers until `take_over` has received this rank's experts."""
+    state = state_of(plan)
+    state.joining, state.exchange.usability.joining = joining, True
+
+
+def take_over(plan: Plan, *, seconds: float = READMISSION) -> None:
+    """Receive this fresh rank's experts from the others. Call it after the layers are made, and then call layers.
+
+    `plan` is what `join_plan` returned. Raises if the other ranks give the move up, or do not switch within `seconds`
+    after the experts have come.
+    """
+    state = state_of(plan)
+    state.exchange.usability.own_process.check()
+    joining, state.joining = state.joining, None
+    if joining is None:
+        raise HandleError(
+            "take_over was called on a rank whose experts are there",
+            expected="a plan that `join_plan` returned, once",
+            fix="leave it out",
+            rank=plan.group.rank,
+        )
+    try:
+        joining.take_over(state.layers, seconds)
+    except BaseException:
+        plan.close()
+        raise
+    state.exchange.usability.joining = False
 
 
 def _as_told(spec: LayerSpec, tables: Mapping[str, Mapping[str, Any]]) -> LayerSpec:

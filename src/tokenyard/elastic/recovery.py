@@ -19,7 +19,6 @@ class Recovery:
 
     def __init__(self, state: PlanState, move: MoveUnderWay) -> None:
         self._state, self._move = state, move
-        self.calls = 0  # calls of layers that have succeeded; counted in plans with `survive` only
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """See `Plan.go_on_without`."""
@@ -41,7 +40,7 @@ class Recovery:
         self._restart(reduced, group, number, self._state.whole.without(lost))
 
     def go_on_after(self, loss: PeerLost, layer: str) -> None:
-        """See `Plan.go_on_after`."""
+        """See `PlanState.go_on_after`."""
         if (
             not self._state.survive
             or isinstance(loss, PlanBroken)
@@ -52,10 +51,10 @@ class Recovery:
         if any(w.exchange_spec.placement.without(loss.peers).lost_experts for w in self._state.draft.wirings):
             raise loss  # some experts have no copy on the ranks that are left
         self.go_on_without(loss.peers)
-        told = self._state.group.gather_json([self.calls, layer], phase="after a loss")
+        told = self._state.group.gather_json([self._state.calls, layer], phase="after a loss")
         furthest = max(calls for calls, _ in told)
         behind = [name for calls, name in told if calls < furthest]
-        if behind and self.calls == furthest:
+        if behind and self._state.calls == furthest:
             self._state.layers[behind[0]].take_part()
 
     def _check_lost(self, lost: Sequence[int]) -> list[int]:

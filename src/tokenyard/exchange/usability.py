@@ -83,8 +83,8 @@ class Usability:
         if self.joining:
             raise HandleError(
                 "this rank's experts have not come yet",
-                expected="a call of `plan.take_over`, after all layers were made",
-                fix="call `plan.take_over()` first",
+                expected="a call of `tokenyard.elastic.take_over`, after all layers were made",
+                fix="call `take_over(plan)` first",
                 layer=layer,
                 rank=self._rank,
             )

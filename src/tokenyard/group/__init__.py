@@ -2,6 +2,7 @@
 
 from tokenyard.group.base import DEFAULT_DEADLINE, Disagreement, Group
 from tokenyard.group.distributed import DistributedGroup
+from tokenyard.group.given import GroupLike, as_group, borrowed
 from tokenyard.group.launch import launch
 from tokenyard.group.readmission import READMISSION
 from tokenyard.group.rejoining import rejoin
@@ -14,7 +15,10 @@ __all__ = [
     "Disagreement",
     "DistributedGroup",
     "Group",
+    "GroupLike",
     "ThreadGroup",
+    "as_group",
+    "borrowed",
     "launch",
     "make_together",
     "rejoin",

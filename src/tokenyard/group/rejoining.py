@@ -20,7 +20,7 @@ def rejoin(
     `plan.grow`; then call `join_plan`. This waits `seconds` for an invitation, and as long again for the other ranks.
 
     >>> from concurrent.futures import ThreadPoolExecutor
-    >>> from tokenyard import thread_groups
+    >>> from tokenyard.group import thread_groups
     >>> left, lost = thread_groups(2)
     >>> with ThreadPoolExecutor(2) as pool:
     ...     again = pool.submit(left.readmit, [1]), pool.submit(rejoin, left.address, rank=1)

@@ -34,7 +34,8 @@ def overlapped(
     `max_tokens` tokens.
 
     >>> import torch
-    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, overlapped, plan
+    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan
+    >>> from tokenyard.layer import overlapped
     >>> spec = LayerSpec(name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=1, max_tokens=8)
     >>> weights = ExpertWeights(w13=torch.ones(4, 32, 32).bfloat16(), w2=torch.ones(4, 32, 16).bfloat16())
     >>> def main(group):

@@ -38,18 +38,18 @@ from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_f
 from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.layer_kernels import load_kernels
-from tokenyard.planning.planner import Plan, wiring_in
+from tokenyard.planning.planner import Plan, state_of, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertResult, RankRows
 
 
 class MoELayer(nn.Module):
-    """One layer of a plan, on this rank. Every rank of the group calls it, a rank without tokens with T = 0.
+    """One layer of a plan, on this rank: what `plan.layer(name, weights)` makes.
 
-    `weights` are those of this rank's experts: `all_weights.select(plan.local_experts(name))`. They are
-    copied, or with `adopt=True` used without a copy. `shared` experts run on this rank's own tokens, and their output
-    is added once.
+    Every rank of the group calls it, a rank without tokens with T = 0. `weights` are those of this rank's experts,
+    which `plan.layer` selects. They are copied, or with `adopt=True` used without a copy. `shared` experts run on this
+    rank's own tokens, and their output is added once.
 
     `copy.deepcopy` of a layer shares its plan, and has weights of its own. All ranks call the copies in one order, too.
     """
@@ -73,6 +73,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.plan, self.name, self.shared = plan, name, shared
         self._wiring = wiring_in(plan, name)
+        self._state = state_of(plan)
         check_shared(self._wiring, shared)
         self.experts = build_experts(self._wiring, plan.group.rank, weights, adopt=adopt)
         self._built_for = built_for(self._wiring, plan.group.rank)
@@ -80,7 +81,7 @@ class MoELayer(nn.Module):
         self.slots = ExpertSlots(owned, len(owned) + self._wiring.spec.spare_experts)
         self._slot_of_L = self.slots.lookup(plan.group.device)  # None: the local id of an expert is its slot
         self.key = register(self)
-        plan.layers[name] = self
+        self._state.layers[name] = self
         self._load_kernels()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -99,7 +100,7 @@ class MoELayer(nn.Module):
         memo |= {id(value): value for value in (self._wiring, self._built_for, self.experts.spec)}
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         made.key = register(made)
-        self.plan.add_copy(made)
+        self._state.add_copy(made)
         return made
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -145,13 +146,13 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
         batch = Batch(x_TH, routes_or_logits, payloads, out, add)
-        while self.plan.survive:
+        while self._state.survive:
             try:
                 y_TH = self._call(batch)
             except PeerLost as loss:
-                self.plan.go_on_after(loss, self.name)  # raises what is not survived
+                self._state.go_on_after(loss, self.name)  # raises what is not survived
             else:
-                self.plan.count_call()
+                self._state.calls += 1
                 return y_TH
         return self._call(batch)
 
@@ -208,7 +209,8 @@ class MoELayer(nn.Module):
         return trip
 
     def _open_trip(self, *, ahead: bool) -> RoundTrip:
-        self.plan.between_calls(self.name)  # experts that have moved are served from here on
+        if self._state.changes is not None:
+            self._state.changes.between_calls(self.name)  # experts that have moved are served from here on
         trip = self.plan.exchange.open_round_trip(self.wiring.exchange_spec)
         trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
         return trip
@@ -231,7 +233,8 @@ class MoELayer(nn.Module):
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """Do what `forward` does up to the sum over ranks, which is left to the caller (`reduce_ranks="caller"`)."""
-        self.plan.between_calls(self.name)
+        if self._state.changes is not None:
+            self._state.changes.between_calls(self.name)
         with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
             run = self._send(trip, Batch(x_TH, routes_or_logits, payloads))
             passes = [trip.combine_unreduced(run())]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, PeerLost
 from tokenyard.exchange import RoundTrip
+from tokenyard.planning.planner import state_of
 
 if TYPE_CHECKING:
     from tokenyard.layer.moe_layer import MoELayer
@@ -47,7 +48,7 @@ class PendingBatch:
                 self._trip = self._trip or self._start()
                 return step(self._trip)
             except PeerLost as loss:
-                self._layer.plan.go_on_after(loss, self._layer.name)  # raises what is not survived
+                state_of(self._layer.plan).go_on_after(loss, self._layer.name)  # raises what is not survived
                 self._trip = None
 
     def compute(self) -> None:
@@ -80,8 +81,9 @@ class PendingBatch:
                 rank=layer.plan.group.rank,
             )
         y_TH = self._surviving(self._come_home)
-        if layer.plan.survive:
-            layer.plan.count_call()
+        state = state_of(layer.plan)
+        if state.survive:
+            state.calls += 1
         return self._finish(y_TH)
 
     def _come_home(self, trip: RoundTrip) -> Tensor:

@@ -48,14 +48,14 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
             raise InputError(
                 f"the weights are {describe(weights)}",
                 expected="ExpertWeights",
-                fix="pass ExpertWeights(w13=…, w2=…).select(plan.local_experts(name))",
+                fix="pass ExpertWeights(w13=…, w2=…) to plan.layer(name, weights)",
             )
         if weights.experts is not None and weights.experts != owned:
             raise InputError(
                 f"the weights are those of experts {shown(list(weights.experts))}",
                 expected=f"those of experts {shown(list(owned))}, which this rank owns",
-                fix="pass weights.select(plan.local_experts(name)), of all experts of the layer; where they are "
-                "numbered otherwise, dataclasses.replace(weights, experts=None)",
+                fix="make the layer with plan.layer(name, weights), which selects these from the weights of all "
+                "experts; where they are numbered otherwise, pass dataclasses.replace(weights, experts=None)",
             )
         if spare := wiring.spec.spare_experts:
             check_weights(spec, weights)
@@ -81,7 +81,7 @@ def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
         raise HandleError(
             "the plan has another layer of this name now, with other experts on this rank",
             expected="the layer that these experts were built for",
-            fix="make a new MoELayer with the weights of `plan.local_experts(name)`",
+            fix="make a new layer: plan.layer(name, weights)",
             layer=wiring.spec.name,
             rank=rank,
         )

@@ -13,22 +13,18 @@ Steps 1 and 2 need no group: their result is a draft (`tokenyard.planning.drafti
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from tokenyard.elastic.expert_moves import ExpertMoves
-from tokenyard.elastic.rebalancing import HoldsExperts, Rebalance
-from tokenyard.elastic.recovery import Recovery
-from tokenyard.elastic.resizing import empty_weights
-from tokenyard.elastic.surviving import check_survives
-from tokenyard.errors import HandleError, InputError, PeerLost, shown
-from tokenyard.exchange import Exchange, ExchangeSpec, Transport
+from torch import Tensor
+
+from tokenyard.errors import InputError, shown
+from tokenyard.exchange import Exchange, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts import ExpertWeights
-from tokenyard.group import READMISSION, Group
-from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
+from tokenyard.group import READMISSION, Group, GroupLike, as_group
+from tokenyard.group.own_process import not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
@@ -38,7 +34,9 @@ from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
 if TYPE_CHECKING:
-    from tokenyard.elastic.joining import Joining
+    from tokenyard.elastic import Rebalance
+    from tokenyard.elastic.changes import PlanChanges
+    from tokenyard.layer import MoELayer
 
 _log = logging.getLogger("tokenyard")
 
@@ -46,11 +44,28 @@ _log = logging.getLogger("tokenyard")
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
-    def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False) -> None:
-        self._state = PlanState(draft, group, plan_id, survive=survive)
-        self._moves = ExpertMoves(self._state)
-        self._recovery = Recovery(self._state, self._moves.under_way)
-        self._joining: Joining | None = None
+    def __init__(
+        self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False, made_group: bool = False
+    ) -> None:
+        self._state = PlanState(draft, group, plan_id, survive=survive, made_group=made_group)
+        self._changes: PlanChanges | None = None
+        if survive:
+            self._changing()
+
+    def _changing(self) -> PlanChanges:
+        """The object that changes the plan while it serves, made for the first change: most plans do without."""
+        state = self._here
+        if self._changes is None:
+            from tokenyard.elastic.changes import PlanChanges
+
+            self._changes = PlanChanges(state)
+        return self._changes
+
+    @property
+    def _here(self) -> PlanState:
+        """The state of the plan; raises in a process that is forked from the one that made the plan."""
+        self._state.exchange.usability.own_process.check()
+        return self._state
 
     @property
     def group(self) -> Group:
@@ -67,122 +82,28 @@ class Plan:
         """The wiring of all layers, and the bytes that they need."""
         return self._state.draft
 
-    @property
-    def layers(self) -> weakref.WeakValueDictionary[str, HoldsExperts]:
-        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last.
-
-        If that is gone, and a copy of it is there (`copy.deepcopy`), it is the copy.
-        """
-        return self._state.layers
-
-    @property
-    def own_process(self) -> OwnProcess:
-        """Refuses calls in processes that are forked from the one that made the plan."""
-        return self._state.exchange.usability.own_process
-
-    @property
-    def survive(self) -> bool:
-        """Whether a call of a layer still succeeds if a rank is lost in it."""
-        return self._state.survive
-
-    @in_own_process
-    def extend(self, layers: Sequence[LayerSpec], *, max_tokens: int | None = None) -> None:
-        """Add layers to the plan, with its `max_rows`. Collective over the group.
-
-        The workspace is kept if it is large enough, else rebuilt for all layers together. Existing layers stay valid; a
-        dispatch that was in flight must be made again. If a rank cannot allocate, all ranks raise, and the plan is as
-        it was.
-        """
-        self._moves.under_way.check_still("extend")
-        with self.exchange.in_use():
-            self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
-
-    @in_own_process
-    def trim(self, keep: Sequence[str] | None = None) -> None:
-        """Free memory that the layers do not need; with `keep`, first drop all layers but these. Collective."""
-        self._moves.under_way.check_still("trim")
-        with self.exchange.in_use():
-            for name in keep or ():
-                self.wiring(name)
-            specs = [spec for spec in self.draft.specs if keep is None or spec.name in keep]
-            self._reshape(specs, None, self.exchange.trim)
-
-    def _reshape(
+    def layer(
         self,
-        specs: Sequence[LayerSpec],
-        max_tokens: int | None,
-        serve: Callable[[Sequence[ExchangeSpec]], None],
-    ) -> None:
-        reshaped, _ = self._state.redraft(self.group, lambda: specs, max_tokens=max_tokens)
-        serve([wiring.exchange_spec for wiring in reshaped.wirings])
-        self._state.adopt(reshaped)
-        self.warmup()
+        name: str,
+        weights: ExpertWeights | None = None,
+        *,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        adopt: bool = False,
+    ) -> MoELayer:
+        """Make a layer of the plan, with the weights of this rank's experts.
 
-    @in_own_process
-    def warmup(self) -> None:
-        """Compile and load all kernels before one runs that waits for other ranks. Collective; `plan` has done so."""
-        self._state.warmup()
-
-    @in_own_process
-    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
-        """Inside the block, the host does not wait in calls of layers on GPUs: they may be captured in a CUDA graph.
-
-        Experts then get `W · max_tokens` rows, of which empty ones have ids of -1. `max_tokens` is the most tokens that
-        any rank brings in these calls, the same number on every rank. Errors in these calls are raised by a later call,
-        or by `synchronize`.
+        `weights` are those of all experts of the layer, in their order, of which this rank's are selected; or those of
+        this rank's experts, in the order of `local_experts`. On a rank that joins a plan in use (`join_plan`) they are
+        left out, and come from the other ranks. `shared` and `adopt` are those of `MoELayer`.
         """
-        return self.exchange.fixed_shapes(max_tokens)
+        from tokenyard.layer.moe_layer import MoELayer
+        from tokenyard.layer.rank_weights import rank_weights
 
-    @in_own_process
-    def synchronize(self) -> None:
-        """Wait for the device, and raise the errors of calls that did not wait for it."""
-        self.exchange.synchronize()
-
-    @in_own_process
-    def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
-        """Serve all layers on the ranks that are left after `PeerLost`. Collective over these ranks.
-
-        They are renumbered in their order. Connections and shared memory are made anew, so that a lost rank that wakes
-        up cannot write into them. Experts that were lost and have no replica elsewhere are dropped from the routes, and
-        these choices are counted (`stats`); with `renormalize` a token's other weights are raised to the same sum.
-        Experts that route by themselves leave lost experts out, uncounted, and cannot renormalize.
-        """
-        self._recovery.go_on_without(lost, renormalize=renormalize)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The ranks that were lost, by their numbers in the group before any loss."""
-        return self._state.whole.lost
-
-    @in_own_process
-    def count_call(self) -> None:
-        """Count a call of a layer that succeeded on this rank."""
-        self._recovery.calls += 1
-
-    @in_own_process
-    def go_on_after(self, loss: PeerLost, layer: str) -> None:
-        """Go on without ranks that were lost in a call of `layer`, so that it can be repeated; else raise the loss.
-
-        Collective over the ranks that are left. Some of these may have finished that call and be in the next one: they
-        take part once more, without rows, in the call that the other ranks repeat.
-        """
-        self._recovery.go_on_after(loss, layer)
-
-    @in_own_process
-    def readmit(
-        self, lost: Sequence[int] = (), *, group: Group | None = None, seconds: float = READMISSION
-    ) -> None:
-        """Serve all layers on all ranks again, with fresh ranks in place of the lost ones. Collective over all of them.
-
-        The ranks that are left call this, after `go_on_without`, or at once with the ranks that `PeerLost` names. Each
-        fresh process calls `rejoin(group.address, rank=…)`, makes the same plan, and loads the same weights. Results
-        are then bitwise what they were before the loss. If a fresh rank does not come within `seconds`, `PeerLost`
-        names it, and the plan is as it was.
-
-        `group` is for several plans of one group: call `group.readmit` once, and pass the new group to each plan, in
-        the order in which the plans were made. It also serves groups that cannot readmit (NCCL): pass a new group.
-        """
-        self._recovery.readmit(lost, group=group, seconds=seconds)
+        wiring = wiring_in(self, name)
+        if weights is None and self._state.joining is not None:
+            weights = self._state.joining.empty_weights(wiring)
+        selected = rank_weights(wiring, self.group.rank, weights)
+        return MoELayer(self, name, selected, shared=shared, adopt=adopt)
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""
@@ -192,28 +113,46 @@ class Plan:
         """The global ids of the experts of a layer that this rank owns, in the order of its weights."""
         return list(self.wiring(layer).exchange_spec.placement.local_experts(self.group.rank))
 
-    @in_own_process
+    def extend(self, layers: Sequence[LayerSpec], *, max_tokens: int | None = None) -> None:
+        """Add layers to the plan, with its `max_rows`. Collective over the group.
+
+        The workspace is kept if it is large enough, else rebuilt for all layers together. Existing layers stay valid; a
+        dispatch that was in flight must be made again. If a rank cannot allocate, all ranks raise, and the plan is as
+        it was.
+        """
+        self._here.check_still("extend")
+        self._state.extend(layers, max_tokens)
+
+    def trim(self, keep: Sequence[str] | None = None) -> None:
+        """Free memory that the layers do not need; with `keep`, first drop all layers but these. Collective."""
+        self._here.check_still("trim")
+        self._state.trim(keep)
+
+    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
+        """Inside the block, the host does not wait in calls of layers on GPUs: they may be captured in a CUDA graph.
+
+        Experts then get `W · max_tokens` rows, of which empty ones have ids of -1. `max_tokens` is the most tokens that
+        any rank brings in these calls, the same number on every rank. Errors in these calls are raised by a later call,
+        or by `synchronize`.
+        """
+        return self._here.exchange.fixed_shapes(max_tokens)
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise the errors of calls that did not wait for it."""
+        self._here.exchange.synchronize()
+
     def stats(self) -> dict[str, LayerStats]:
         """By layer, the rows and bytes that this rank has sent and received, and the time that it waited."""
-        return self.exchange.stats
+        return self._here.exchange.stats
 
-    @in_own_process
-    def gather_stats(self) -> list[dict[str, dict[str, Any]]]:
-        """`stats` of every rank, as plain values, in rank order. Collective over the group."""
-        with self.exchange.in_use():
-            mine = {layer: stats.as_dict() for layer, stats in self.stats().items()}
-            return self.group.gather_json(mine, phase="gather_stats")
-
-    @in_own_process
     def load(self, *, reset: bool = False) -> dict[str, list[int]]:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group.
 
         The counts are those since the plan was made, or since the last call with `reset`. Layers whose experts route
         by themselves are left out: the exchange does not see their choices.
         """
-        return self._state.load(reset=reset)
+        return self._here.load(reset=reset)
 
-    @in_own_process
     def rebalance(
         self,
         placements: Mapping[str, str | Placement] | None = None,
@@ -232,9 +171,8 @@ class Plan:
         between two calls. If a rank is lost during the move, the others keep their placements and raise `PeerLost`.
         `stats` has the pause of each switch.
         """
-        return self._moves.rebalance(placements, threshold=threshold, wait=wait)
+        return self._changing().moves.rebalance(placements, threshold=threshold, wait=wait)
 
-    @in_own_process
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
         """Check the load after every `every` calls of layers, and `rebalance` in the background if it is uneven.
 
@@ -242,9 +180,8 @@ class Plan:
         was found, the experts that were moved, and the imbalance that the new placement promises. Raises if nothing
         could ever be moved in this plan.
         """
-        self._moves.autobalance(every=every, threshold=threshold)
+        self._changing().moves.autobalance(every=every, threshold=threshold)
 
-    @in_own_process
     def shrink(self, ranks: Sequence[int], *, wait: bool = True) -> Rebalance:
         """Remove ranks from the plan: their experts move to the others, which go on as a smaller group. On CPUs only.
 
@@ -253,9 +190,8 @@ class Plan:
         A rank that leaves calls layers until `is_done` of the returned move is true, then its `wait`, which closes the
         plan on that rank. The other ranks are renumbered in their order.
         """
-        return self._moves.shrink(ranks, wait=wait)
+        return self._changing().moves.shrink(ranks, wait=wait)
 
-    @in_own_process
     def grow(self, ranks: int | Group, *, seconds: float = READMISSION, wait: bool = True) -> Rebalance:
         """Add this many fresh ranks, numbered behind the present ones, and move experts to them. On CPUs only.
 
@@ -264,58 +200,43 @@ class Plan:
         With `wait=False` it returns at once, and all ranks switch between two calls. In place of a number, `ranks` may
         be the larger group itself, if the caller has made it.
         """
-        return self._moves.grow(ranks, seconds=seconds, wait=wait)
+        return self._changing().moves.grow(ranks, seconds=seconds, wait=wait)
 
-    def empty_weights(self, layer: str) -> ExpertWeights:
-        """Zero weights for this rank's experts of a layer: a fresh rank makes its layers with them (`take_over`)."""
-        return empty_weights(self.wiring(layer), self.group.rank)
+    def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
+        """Serve all layers on the ranks that are left after `PeerLost`. Collective over these ranks.
 
-    @in_own_process
-    def join(self, joining: Joining) -> None:
-        """Refuse calls of layers until `take_over` has received this rank's experts. `join_plan` calls it."""
-        self._joining, self.exchange.usability.joining = joining, True
-
-    @in_own_process
-    def take_over(self, *, seconds: float = READMISSION) -> None:
-        """Receive this fresh rank's experts from the others. Call it after the layers are made, and then call layers.
-
-        Raises if the other ranks give the move up, or do not switch within `seconds` after the experts have come.
+        They are renumbered in their order. Connections and shared memory are made anew, so that a lost rank that wakes
+        up cannot write into them. Experts that were lost and have no replica elsewhere are dropped from the routes, and
+        these choices are counted (`stats`); with `renormalize` a token's other weights are raised to the same sum.
+        Experts that route by themselves leave lost experts out, uncounted, and cannot renormalize.
         """
-        joining, self._joining = self._joining, None
-        if joining is None:
-            raise HandleError(
-                "take_over was called on a rank whose experts are there",
-                expected="a plan that `join_plan` returned, once",
-                fix="leave it out",
-                rank=self.group.rank,
-            )
-        try:
-            joining.take_over(self.layers, seconds)
-        except BaseException:
-            self.close()
-            raise
-        self.exchange.usability.joining = False
+        self._changing().recovery.go_on_without(lost, renormalize=renormalize)
 
-    def add_copy(self, layer: HoldsExperts) -> None:
-        """Note a copy of a layer, which has weights of its own (`copy.deepcopy`): experts cannot move meanwhile."""
-        self._moves.under_way.check_still("copy.deepcopy of a layer")
-        if self._joining is not None:
-            self.exchange.usability.check()
-        self._state.copies.add(layer)
+    def readmit(
+        self, lost: Sequence[int] = (), *, group: Group | None = None, seconds: float = READMISSION
+    ) -> None:
+        """Serve all layers on all ranks again, with fresh ranks in place of the lost ones. Collective over all of them.
 
-    def between_calls(self, layer: str) -> None:
-        """Switch to experts that have finished moving, if all ranks are ready. A layer calls this before each call."""
-        self.own_process.check(layer=layer)
-        self._moves.between_calls(layer)
+        The ranks that are left call this, after `go_on_without`, or at once with the ranks that `PeerLost` names. Each
+        fresh process calls `rejoin(group.address, rank=…)`, makes the same plan, and loads the same weights. Results
+        are then bitwise what they were before the loss. If a fresh rank does not come within `seconds`, `PeerLost`
+        names it, and the plan is as it was.
 
-    @in_own_process
+        `group` is for several plans of one group: call `group.readmit` once, and pass the new group to each plan, in
+        the order in which the plans were made. It also serves groups that cannot readmit (NCCL): pass a new group.
+        """
+        self._changing().recovery.readmit(lost, group=group, seconds=seconds)
+
     def close(self) -> None:
         """Free the memory of the plan. Every later call of it raises; the group stays usable.
 
-        A batch that was started and not finished is given up, after the thread that waits for its rows has ended.
+        A group that the plan has made of a process group is closed; the process group stays usable. A batch that was
+        started and not finished is given up, after the thread that waits for its rows has ended.
         """
-        self._moves.under_way.close()
-        self.exchange.close()
+        state = self._here
+        if self._changes is not None:
+            self._changes.close()
+        state.close()
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self  # a copy of a model calls the layers of the same plan
@@ -333,7 +254,7 @@ class Plan:
 
 def plan(
     layers: Sequence[LayerSpec],
-    group: Group,
+    group: GroupLike,
     *,
     exchange: str | type[Transport] = AUTO,
     max_tokens: int | None = None,
@@ -344,6 +265,9 @@ def plan(
     survive: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
+
+    `group` is a `Group`, a process group of torch.distributed, or a `DeviceMesh` of one dimension. Of the latter two
+    the plan makes a `DistributedGroup`, which `plan.close` closes.
 
     `exchange` is a name of `EXCHANGES`, `local`, or a class. `auto` takes `local` on one CPU rank, `one_sided` where
     the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches all of them.
@@ -373,37 +297,44 @@ def plan(
         at most 3.3 KB out + 3.1 KB back on a rank
       all layers share 7.4 KB a rank (largest out 3.3 KB + largest back 4.1 KB)
     """
-
-    if not isinstance(group, Group):
-        raise InputError(
-            f"the group is {shown(group)}",
-            expected="a Group: each rank makes the plan with its own",
-            fix="call plan inside a function that `launch` runs on every rank, or pass DistributedGroup()",
-        )
+    ranks = as_group(group)
 
     def make() -> Draft:
         made = draft(
             layers,
-            group.size,
+            ranks.size,
             exchange=exchange,
             max_tokens=max_tokens,
             in_flight=in_flight,
             max_rows=max_rows,
             sms=sms,
             paranoid=paranoid,
-            device=group.device,
+            device=ranks.device,
         )
         if survive:
-            check_survives(made, group.device)
+            from tokenyard.elastic.surviving import check_survives
+
+            check_survives(made, ranks.device)
         return made
 
-    return plan_draft(make, group, survive=survive)
+    return plan_draft(make, ranks, survive=survive, made_group=ranks is not group)
 
 
-def plan_draft(make: Callable[[], Draft], group: Group, *, survive: bool = False) -> Plan:
-    """The plan of a draft that each rank makes by calling `make`, once all ranks agree on it. Collective."""
-    agreed, number = agree_on_draft(group, make, survive=survive)
-    made = Plan(agreed, group, make_plan_id(agreed, number), survive=survive)
+def plan_draft(
+    make: Callable[[], Draft], group: Group, *, survive: bool = False, made_group: bool = False
+) -> Plan:
+    """The plan of a draft that each rank makes by calling `make`, once all ranks agree on it. Collective.
+
+    `made_group`: the group was made for this plan, and is closed with it, or now if no plan comes of it.
+    """
+    try:
+        agreed, number = agree_on_draft(group, make, survive=survive)
+        plan_id = make_plan_id(agreed, number)
+        made = Plan(agreed, group, plan_id, survive=survive, made_group=made_group)
+    except BaseException:
+        if made_group:
+            group.close()
+        raise
     if group.rank == 0:
         _log.info("%s", made)
     return made
@@ -419,3 +350,22 @@ def wiring_in(plan: object, layer: str) -> Wiring:
         )
     plan.exchange.usability.check_open()
     return plan.wiring(layer)
+
+
+def state_of(plan: Plan) -> PlanState:
+    """What the layers of a plan, and what changes it, need of it."""
+    return plan._state
+
+
+def gather_stats(plan: Plan) -> list[dict[str, dict[str, Any]]]:
+    """`plan.stats()` of every rank, as plain values, in rank order. Collective over the group.
+
+    >>> from tokenyard import LayerSpec, launch, plan
+    >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
+    >>> stats = launch(2, lambda group: gather_stats(plan([moe], group, max_tokens=16)))[0]
+    >>> [by_layer["moe"]["rounds"] for by_layer in stats]
+    [0, 0]
+    """
+    with plan.exchange.in_use():
+        mine = {layer: stats.as_dict() for layer, stats in plan.stats().items()}
+        return plan.group.gather_json(mine, phase="gather_stats")

@@ -1,7 +1,7 @@
 """`PlanState`: what the parts of a plan share, that is the present group, wirings and exchange.
 
-A plan has parts: `ExpertMoves` moves experts between its ranks, `Recovery` goes on after a loss. They refer to this
-object and not to the plan. Without such a reference cycle, the plan's memory is freed with the last reference to it.
+What changes a plan (`tokenyard.elastic`) refers to this object and not to the plan. Without such a reference cycle, the
+plan's memory is freed with the last reference to it. The layers of a plan use this object, too.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenyard.elastic.rebalancing import HoldsExperts
-from tokenyard.errors import HandleError, unknown_name
-from tokenyard.exchange import Exchange
+from tokenyard.errors import HandleError, PeerLost, unknown_name
+from tokenyard.exchange import Exchange, ExchangeSpec
 from tokenyard.group import Group
 from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft_ignoring_env
 from tokenyard.planning.layer_kernels import record_experts
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.wiring import Wiring
+
+if TYPE_CHECKING:
+    from tokenyard.elastic.changes import PlanChanges
+    from tokenyard.elastic.joining import Joining
+    from tokenyard.elastic.rebalancing import HoldsExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +49,21 @@ class PlanState:
     exchange: Exchange  # the exchange that moves the rows of all layers
     draft: Draft  # the wiring of all layers, and the bytes that they need
     wirings: dict[str, Wiring]  # the wiring of each layer, by name
+    # What changes the plan while it serves, as a weak reference (`weakref.proxy`); None before the first change.
+    changes: PlanChanges | None = None
+    joining: Joining | None = None  # receives the experts of a fresh rank, which have not come yet
+    calls = 0  # calls of layers that have succeeded on this rank; counted in plans with `survive` only
 
-    def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool) -> None:
+    def __init__(
+        self, draft: Draft, group: Group, plan_id: int, *, survive: bool, made_group: bool = False
+    ) -> None:
         self.survive = survive  # whether a call of a layer succeeds even if a rank is lost in it
+        self._made_group = group if made_group else None  # the group, if it was made for this plan
         self._layers: weakref.WeakValueDictionary[str, HoldsExperts] = weakref.WeakValueDictionary()
         self.copies: weakref.WeakSet[HoldsExperts] = weakref.WeakSet()  # of layers, with weights of their own
-        self.whole = WholePlan(group=group, specs={spec.name: spec for spec in draft.specs})
+        self.whole = WholePlan(
+            group=group, specs={spec.name: spec for spec in draft.specs}, made_here=made_group
+        )
         self.start(draft, group, plan_id)
 
     def start(self, draft: Draft, group: Group, plan_id: int) -> None:
@@ -73,7 +86,10 @@ class PlanState:
 
     @property
     def layers(self) -> weakref.WeakValueDictionary[str, HoldsExperts]:
-        """See `Plan.layers`."""
+        """By layer name, the object that holds its experts on this rank: the `MoELayer` that was made last.
+
+        If that is gone, and a copy of it is there (`copy.deepcopy`), it is the copy.
+        """
         for copied in list(self.copies):
             if self._layers.setdefault(copied.name, copied) is copied:
                 self.copies.discard(copied)
@@ -102,10 +118,60 @@ class PlanState:
             survive=self.survive,
         )
 
-    def warmup(self) -> None:
-        """Compile and load all kernels before one runs that waits for other ranks. Collective."""
+    def extend(self, layers: Sequence[LayerSpec], max_tokens: int | None) -> None:
+        """See `Plan.extend`."""
         with self.exchange.in_use():
-            make_ready(self.exchange, self.draft)
+            self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
+
+    def trim(self, keep: Sequence[str] | None) -> None:
+        """See `Plan.trim`."""
+        with self.exchange.in_use():
+            for name in keep or ():
+                self.wiring(name)
+            specs = [spec for spec in self.draft.specs if keep is None or spec.name in keep]
+            self._reshape(specs, None, self.exchange.trim)
+
+    def _reshape(
+        self,
+        specs: Sequence[LayerSpec],
+        max_tokens: int | None,
+        serve: Callable[[Sequence[ExchangeSpec]], None],
+    ) -> None:
+        reshaped, _ = self.redraft(self.group, lambda: specs, max_tokens=max_tokens)
+        serve([wiring.exchange_spec for wiring in reshaped.wirings])
+        self.adopt(reshaped)
+        make_ready(self.exchange, self.draft)
+
+    def check_still(self, what: str) -> None:
+        """Raise if experts are moving: `what` must wait until they have."""
+        if self.changes is not None:
+            self.changes.check_still(what)
+
+    def add_copy(self, layer: HoldsExperts) -> None:
+        """Note a copy of a layer, which has weights of its own (`copy.deepcopy`): experts cannot move meanwhile."""
+        self.check_still("copy.deepcopy of a layer")
+        if self.joining is not None:
+            self.exchange.usability.check()
+        self.copies.add(layer)
+
+    def go_on_after(self, loss: PeerLost, layer: str) -> None:
+        """Go on without ranks that were lost in a call of `layer`, so that it can be repeated; else raise the loss.
+
+        Collective over the ranks that are left. Some of these may have finished that call and be in the next one: they
+        take part once more, without rows, in the call that the other ranks repeat.
+        """
+        if self.changes is None:
+            raise loss
+        self.changes.go_on_after(loss, layer)
+
+    def close(self) -> None:
+        """Give back what the ranks share, and close the group if it was made for this plan."""
+        self.exchange.close()
+        if self._made_group is not None:
+            self._made_group.close()
+
+    def __deepcopy__(self, memo: object) -> PlanState:
+        return self  # a copy of a layer belongs to the same plan
 
     def load(self, *, reset: bool) -> dict[str, list[int]]:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group."""

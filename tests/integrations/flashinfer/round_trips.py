@@ -6,9 +6,9 @@ unused slots are known by their ids alone: what else stands there is nobody's.
 
 import torch
 
-import tokenyard as ty
 from tokenyard.conformance.cases import same_bits
 from tokenyard.integrations.flashinfer import MoeAlltoAll
+from tokenyard.routing import Placement
 
 
 def make(group, **changes):
@@ -37,7 +37,7 @@ def batch(rank, tokens, top_k, num_experts, seed=0, hidden=6):
 
 
 def goes_to(ids_TK, rank, world, num_experts):
-    mine = ty.Placement.contiguous(num_experts, world).local_experts(rank)
+    mine = Placement.contiguous(num_experts, world).local_experts(rank)
     return [token for token, ids in enumerate(ids_TK.tolist()) if set(mine) & set(ids)]
 
 

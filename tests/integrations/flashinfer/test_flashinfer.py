@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tokenyard as ty
 from tests.integrations.flashinfer.round_trips import batch, make, round_trip
 from tests.models import on_ranks, raised
 from tokenyard.conformance.cases import same_bits
+from tokenyard.errors import HandleError, InputError
 from tokenyard.integrations.flashinfer import MoeAlltoAll
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -230,7 +230,7 @@ def wrong_workspace_tensors(group):
 def test_only_the_tensor_of_the_workspace_is_taken_for_it(ranks):
     for copied, strided, right, stale, right_again in on_ranks(2, wrong_workspace_tensors, ranks=ranks):
         for error in (copied, strided, stale):
-            assert isinstance(error, ty.InputError)
+            assert isinstance(error, InputError)
             assert "does not stand in the workspace" in str(error)
         assert right is None
         assert right_again is None
@@ -253,7 +253,7 @@ def order(group):
 
 def test_the_wrong_order_raises_and_changes_nothing():
     for errors, y_TH in on_ranks(2, order):
-        assert all(isinstance(error, ty.HandleError) for error in errors)
+        assert all(isinstance(error, HandleError) for error in errors)
         assert "dispatch was called twice" in str(errors[2])
         assert y_TH[:, 0].tolist() == [2.0, 1.0]
 

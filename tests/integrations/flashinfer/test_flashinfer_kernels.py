@@ -10,6 +10,7 @@ from tests.exchange.streams import no_streams
 from tests.integrations.flashinfer.all_arguments import all_arguments, check_all_arguments
 from tests.integrations.flashinfer.round_trips import make, round_trip
 from tests.models import raised
+from tokenyard.errors import HandleError
 from tokenyard.exchange.transports.one_sided.kernels import flags
 from tokenyard.integrations.flashinfer import agreed_exchange
 from tokenyard.integrations.flashinfer.device_carrier import DeviceCarrier
@@ -149,7 +150,7 @@ def test_no_agreement_in_a_graph(monkeypatch):
     monkeypatch.setattr(agreed_exchange, "carrier_for", DeviceCarrier)
     with no_streams():
         (error,) = ty.launch(1, capturing)
-    assert isinstance(error, ty.HandleError)
+    assert isinstance(error, HandleError)
     assert "float32[4] a row" in str(error)
     assert "before capturing" in str(error)
 

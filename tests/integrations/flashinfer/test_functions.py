@@ -8,6 +8,7 @@ import torch
 import tokenyard as ty
 from tests.integrations.flashinfer.round_trips import make, round_trip
 from tests.models import on_ranks, raised
+from tokenyard.errors import InputError
 from tokenyard.integrations import flashinfer
 from tokenyard.integrations.flashinfer import MoeAlltoAll
 
@@ -183,7 +184,7 @@ def test_no_checkpoint_on_gpus(monkeypatch):
 
 def test_a_communicator_of_another_kind_is_refused():
     for config in (None, SimpleNamespace(comm_backend=None), SimpleNamespace(comm_backend=object())):
-        with pytest.raises(ty.InputError, match="there is no group, and mnnvl_config"):
+        with pytest.raises(InputError, match="there is no group, and mnnvl_config"):
             MoeAlltoAll(None, 8, 2, 5, mnnvl_config=config)
 
 

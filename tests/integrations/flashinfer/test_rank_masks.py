@@ -6,6 +6,7 @@ import torch
 import tokenyard as ty
 from tests.integrations.flashinfer.round_trips import goes_to, make
 from tests.models import on_ranks, raised
+from tokenyard.errors import InputError, PeerFailed, PlanBroken
 from tokenyard.integrations.flashinfer import MoeAlltoAll, moe_a2a_active_rank_mask
 
 EXPERTS, MOST = 9, 4
@@ -108,10 +109,10 @@ def test_ranks_go_on_after_a_loss(ranks):
         lost, broken = loss
         assert isinstance(lost, ty.PeerLost)
         assert lost.peers == (2,)
-        assert isinstance(broken, ty.PlanBroken)
+        assert isinstance(broken, PlanBroken)
         assert "pass an active_rank_mask without the ranks that were lost" in str(broken)
         assert f"rank {rank}" in str(failed)
-        assert isinstance(failed, ty.InputError if rank == 3 else ty.PeerFailed)
+        assert isinstance(failed, InputError if rank == 3 else PeerFailed)
         assert rank == 3 or failed.peer == 3
 
 
@@ -163,9 +164,9 @@ def test_masks():
     assert (mask.dtype, mask.device.type) == (torch.uint64, "cpu")
     assert mask.tolist() == [1 << 63 | 1 << 32 | 1 << 31 | 1]
     assert moe_a2a_active_rank_mask(torch.tensor([1]), 2).tolist() == [2]
-    with pytest.raises(ty.InputError, match="rank 4 among active_ranks"):
+    with pytest.raises(InputError, match="rank 4 among active_ranks"):
         moe_a2a_active_rank_mask([4], 4)
-    with pytest.raises(ty.InputError, match="a rank mask for 65 ranks"):
+    with pytest.raises(InputError, match="a rank mask for 65 ranks"):
         moe_a2a_active_rank_mask([4], 65)
 
 
@@ -242,5 +243,5 @@ def test_sizes_of_a_workspace():
     assert size(4, 2, 10, 64) == 4 * 10 * (128 + 16) + 4 * 10 * 128
     assert size(4, 2, 10, 64, extra_payload_bytes_per_token=16) == 4 * 10 * (128 + 32) + 4 * 10 * 128
     assert size(4, 2, 10, 64, eplb_stats_num_experts=33) == size(4, 2, 10, 64) + 256
-    with pytest.raises(ty.InputError, match="backend is 'cake'"):
+    with pytest.raises(InputError, match="backend is 'cake'"):
         size(4, 2, 10, 64, backend="cake")

@@ -24,7 +24,7 @@ from tokenyard.checkpoints import Checkpoint, open_together
 from tokenyard.exchange import Transport
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
-from tokenyard.group import Group, make_together
+from tokenyard.group import Group, GroupLike, as_group, borrowed, make_together
 from tokenyard.integrations.transformers.expert_modules import ExpertSource, expert_modules, no_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
@@ -44,7 +44,7 @@ LOADING_DEADLINE = 1800.0
 
 def shard_experts(
     model: nn.Module,
-    group: Group,
+    group: GroupLike,
     *,
     exchange: str | type[Transport] = AUTO,
     wire: str | Format | None = None,
@@ -72,7 +72,6 @@ def shard_experts(
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is called with
     numbers of layers.
     """
-    opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
 
     def read() -> tuple[list[ExpertSource], Draft]:
         sources = [ExpertSource(module, opened, weights, inner) for module in expert_modules(model)]
@@ -89,18 +88,21 @@ def shard_experts(
         # Scales are small, and show whether a checkpoint is good: they are read before any rank allocates.
         drafted = draft(
             specs,
-            group.size,
+            ranks.size,
             exchange=exchange,
             max_tokens=max_tokens,
             max_rows=max_rows,
-            device=group.device,
+            device=ranks.device,
         )
         for source, wiring in zip(sources, drafted.wirings, strict=True):
-            source.prepare(wiring.exchange_spec.placement.local_experts(group.rank))
+            source.prepare(wiring.exchange_spec.placement.local_experts(ranks.rank))
         return sources, drafted
 
-    (sources, drafted), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
-    made = plan_draft(lambda: drafted, group)
+    with borrowed(group) as ranks:
+        opened = open_together(checkpoint, ranks) if isinstance(checkpoint, str | Path) else checkpoint
+        (sources, drafted), _ = make_together(ranks, "reading the model", read, seconds=LOADING_DEADLINE)
+    kept = as_group(group)
+    made = plan_draft(lambda: drafted, kept, made_group=kept is not group)
     passes = SynchronizedPasses(made, [source.spec.name for source in sources])
     report = progress or (lambda done, all_of_them: None)
 
@@ -118,7 +120,7 @@ def shard_experts(
         return experts
 
     try:
-        experts, _ = make_together(group, "sharding the experts", take, seconds=LOADING_DEADLINE)
+        experts, _ = make_together(kept, "sharding the experts", take, seconds=LOADING_DEADLINE)
     except BaseException:
         made.close()
         raise
@@ -126,19 +128,20 @@ def shard_experts(
 
 
 def load_sharded(
-    path: Checkpoint | str | Path, group: Group, *, dtype: torch.dtype | None = None, **options: Any
+    path: Checkpoint | str | Path, group: GroupLike, *, dtype: torch.dtype | None = None, **options: Any
 ) -> ShardedModel:
     """Load a causal language model, with this rank's share of the experts. Collective over the group.
 
     Each rank reads the shared tensors, and its own experts. `options` are those of `shard_experts`; `dtype` is the
     model's, by default that of its config.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_together(path, group)
+    with borrowed(group) as ranks:
+        checkpoint = path if isinstance(path, Checkpoint) else open_together(path, ranks)
 
-    def load() -> Any:
-        return load_without_experts(checkpoint, dtype=dtype).to(group.device)
+        def load() -> Any:
+            return load_without_experts(checkpoint, dtype=dtype).to(ranks.device)
 
-    model, _ = make_together(group, "loading the model", load, seconds=LOADING_DEADLINE)
+        model, _ = make_together(ranks, "loading the model", load, seconds=LOADING_DEADLINE)
     return shard_experts(model, group, checkpoint=checkpoint, **options)
 
 
