@@ -46,7 +46,7 @@ from tokenyard.integrations.huggingface import layers_from_config
         ("payloads", (ty.Payload(name="tag", dtype="int64", width=1),)),
         ("payloads", (ty.Payload(name="tag", dtype=torch.int64, width="1"),)),
         ("payloads", (ty.Payload(name=None, dtype=torch.int64, width=1),)),
-        ("tensor_parallel", torch.ones(2)),
+        ("spare_experts", torch.ones(2)),
         ("hidden_size", 10**5000),
         ("placement", Rude()),
     ],

@@ -120,9 +120,12 @@ def test_41382_every_layer_has_one_party_for_each_reduction():
                 assert wiring.duties[ty.Duty.REDUCE_EXPERTS] in (ty.Party.EXPERTS, ty.Party.RECEIVER)
 
 
-def test_41382_tensor_parallel_partial_sums_cannot_be_planned():
-    with pytest.raises(ty.PlanError, match="its partial results would be summed twice"):
-        ty.draft([spec(tensor_parallel=2)], 2)
+def test_41382_parts_of_experts_whose_results_would_be_partial_sums_are_refused():
+    layer = spec()
+    plan = ty.plan([layer], ty.thread_groups(1)[0])
+    half = dataclasses.replace(layer, intermediate_size=layer.intermediate_size // 2)
+    with pytest.raises(ty.InputError, match="w13"):
+        ty.MoELayer(plan, layer.name, random_weights(half, 0))
 
 
 def scaling(group):
