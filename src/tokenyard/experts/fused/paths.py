@@ -86,7 +86,7 @@ SPECIALIZED = Path(
     kernels=("specialized_products",),
     why="both products in one launch: some warps load, others multiply",
     gpus=_HOPPER,
-    weights=(*_PLAIN_WEIGHTS, "fp8_block128", "mxfp8", "mxfp4"),
+    weights=(*_PLAIN_WEIGHTS, "fp8_block128", "mxfp4"),
     inner=_BOTH,
     multiple=8,
 )
