@@ -277,7 +277,6 @@ DECLARED = {
         "spare_experts": 0,
         "reduce_ranks": "exchange",
         "sum": "ranks",
-        "tensor_parallel": 1,
     },
     ExchangeSpec: {
         "routed_scaling": 1.0,

@@ -12,6 +12,7 @@ from docs.generate.combine_tables import COMBINE_TABLES
 from docs.generate.error_table import classes_in_markdown, troubles_in_markdown
 from docs.generate.figures import FIGURES
 from docs.generate.inf_tables import inf_in_markdown
+from docs.generate.path_tables import paths_in_markdown
 from docs.generate.vllm_tables import refusals_in_markdown, settings_in_markdown
 from tokenyard.errors import InputError
 from tokenyard.support import SupportTable, support_tables
@@ -23,6 +24,7 @@ PAGES = (
     "docs/support.md",
     "docs/guide/choosing-formats.md",
     "docs/guide/errors.md",
+    "docs/guide/gpus.md",
     "docs/guide/numerics.md",
     "docs/guide/vllm.md",
 )
@@ -31,6 +33,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **COMBINE_TABLES,
     "support": lambda: "\n\n".join(map(_in_markdown, support_tables())),
     "inf": inf_in_markdown,
+    "paths": paths_in_markdown,
     "troubles": troubles_in_markdown,
     "error-classes": classes_in_markdown,
     "vllm-settings": settings_in_markdown,

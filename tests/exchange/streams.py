@@ -3,7 +3,7 @@
 import threading
 from contextlib import contextmanager
 
-from tokenyard.exchange.transports.one_sided.cuda import transport as cuda
+from tokenyard.exchange.transports.one_sided.cuda import side_stream
 
 
 class _AtOnce:
@@ -26,10 +26,10 @@ _inside = []  # what stood there, by each thread that is inside: ranks are threa
 def no_streams():
     """Inside, the exchange of GPUs can be made in a CPU's memory."""
     with _lock:
-        _inside.append((cuda.SideStream, cuda.Done))
-        cuda.SideStream = cuda.Done = _AtOnce
+        _inside.append((side_stream.SideStream, side_stream.Done))
+        side_stream.SideStream = side_stream.Done = _AtOnce
     try:
         yield
     finally:
         with _lock:
-            cuda.SideStream, cuda.Done = _inside.pop()
+            side_stream.SideStream, side_stream.Done = _inside.pop()

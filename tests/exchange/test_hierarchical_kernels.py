@@ -29,8 +29,8 @@ def by_kernels(group, fn, *arguments):
     tl = flags.tl
     flags.globaltimer = lambda: tl.full([], time.monotonic_ns(), tl.int64)
     torch.cuda.is_current_stream_capturing = lambda: False
-    SharedMemoryTransport.on = lambda device: CudaTransport
-    HierarchicalTransport.on = lambda device: hierarchical.DeviceHierarchicalTransport
+    SharedMemoryTransport.for_device = lambda device: CudaTransport
+    HierarchicalTransport.for_device = lambda device: hierarchical.DeviceHierarchicalTransport
     group.allow_messages = lambda nbytes: None  # rows follow their announcements, as on GPUs
     with no_streams():
         return fn(group, *arguments)
@@ -123,7 +123,7 @@ def test_the_first_verdict_stands_and_a_loss_is_no_departure(two_ranks):
     leaver, waiter = two_ranks
     waiter.launcher.signal_and_wait(0, Phase.COMBINE)  # up to the deadline
     leaver.leave()
-    assert [int(transport.workspace.words()[VERDICT]) for transport in two_ranks] == [1, 1]
+    assert [int(transport.workspace.reports.words()[VERDICT]) for transport in two_ranks] == [1, 1]
     assert not waiter.departed()
     with pytest.raises(ty.PeerLost):
         waiter._raise_trouble()

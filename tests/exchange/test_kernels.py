@@ -9,9 +9,8 @@ from tests.exchange import interpreter
 from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.transports.one_sided.cuda import launch
+from tokenyard.exchange.transports.one_sided.cuda import launch, operands
 from tokenyard.exchange.transports.one_sided.cuda.control import COMBINED, ROUND, STATUS, Trouble
-from tokenyard.exchange.transports.one_sided.cuda.operands import Routing
 from tokenyard.exchange.transports.one_sided.kernels.twins import place_twin, slots_twin
 from tokenyard.formats import Payload
 from tokenyard.routing import Placement
@@ -150,8 +149,8 @@ LONG_ROWS = [
 
 @pytest.mark.parametrize(("wire", "hidden_size", "few_rows", "many_rows"), LONG_ROWS)
 def test_long_rows_are_cut_and_arrive_whole(wire, hidden_size, few_rows, many_rows, monkeypatch):
-    monkeypatch.setattr(launch, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(launch, "MANY_ROWS", many_rows)
+    monkeypatch.setattr(operands, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(operands, "MANY_ROWS", many_rows)
     spec = make_exchange_spec(1, wire=wire, hidden_size=hidden_size, max_tokens=3)
     wrong, _ = dispatched(VirtualRanks(spec), [make_batch(spec, 3)])
     assert wrong == []
@@ -241,8 +240,8 @@ def test_several_ranks_may_share_a_launch(whole):
 def test_few_multiprocessors_move_the_same_bytes(sms, whole, monkeypatch):
     """Fewer blocks than rows, chunks, results and tiles: each of them does several."""
     grids = []
-    for module, name in ((launch.push_room, "assign"), (launch.push_room, "push"), (launch.pull_room, "place"),
-                         (launch.pull_room, "pull")):  # fmt: skip
+    for module, name in ((launch.push_kernels, "assign"), (launch.push_kernels, "push"), (launch.pull_kernels, "place"),
+                         (launch.pull_kernels, "pull")):  # fmt: skip
         monkeypatch.setattr(module, name, _Recorded(getattr(module, name), grids))
     spec = make_exchange_spec(2, hidden_size=1500, max_tokens=200)
     yard = VirtualRanks(spec, sms=sms)
@@ -347,10 +346,9 @@ def test_slots_and_routes_of_many_chunks(tokens, max_tokens, world):
     batches = [make_batch(spec, tokens, seed=rank) for rank in range(world)]
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         slots_TW = torch.empty(tokens, world, dtype=torch.int32)
-        places = launcher._places(spec.dispatch_slots, yard.layout.dispatch_region(0).offset)
-        launcher._assign(
-            yard.dispatch_slots, Routing(batch.ids_TK, batch.weights_TK, slots_TW, places, tokens)
-        )
+        layer = launcher.layer(yard.dispatch_slots)
+        sent = launch.push_kernels.Batch(batch.ids_TK, batch.weights_TK, *layer.tables, slots_TW)
+        launcher._assign(layer, sent, tokens, None)
         assert same_bits(slots_TW, slots_twin(spec, batch.ids_TK, rank))
     counts = yard.push_twins(batches)
     assert [[n for n, _ in yard.counts(rank)] for rank in range(world)] == [c.tolist() for c in counts]
@@ -412,8 +410,7 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
         given = [out_TH] if terms == 1 else add  # what is there may be what is added
         slots_TW = slots_twin(spec, batch.ids_TK, rank)
         launcher._pull(
-            yard.dispatch_slots,
-            launcher._return_layout(yard.dispatch_slots),
+            launcher.layer(yard.dispatch_slots),
             slots_TW,
             out_TH,
             given,
@@ -436,7 +433,7 @@ def test_few_multiprocessors_sum_while_what_is_added_is_computed(terms, ends, wi
     for rank, launcher in enumerate(yard.launchers):
         launcher.place(yard.dispatch_slots, rows[rank], dense=True)
     grids = []
-    monkeypatch.setattr(launch.pull_room, "pull", _Recorded(launch.pull_room.pull, grids))
+    monkeypatch.setattr(launch.pull_kernels, "pull", _Recorded(launch.pull_kernels.pull, grids))
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         computed = [make_batch(spec, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
         add = [torch.full_like(term_TH, torch.nan) for term_TH in computed]
@@ -504,8 +501,7 @@ def test_the_results_of_choices_come_home(wire):
             spec, slots_twin(spec, batch.ids_TK, rank), batch.ids_TK
         )
         launcher._pull(
-            yard.dispatch_slots,
-            launcher._return_layout(yard.dispatch_slots),
+            launcher.layer(yard.dispatch_slots),
             slots_TK,
             out_TH,
             add,
@@ -545,9 +541,9 @@ def test_a_long_row_comes_home_in_parts(wire, hidden_size):
     assert yard.same_regions("combine")
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         out_TH = torch.empty(2, hidden_size, dtype=torch.bfloat16)
-        home, slots_TW = launcher._return_layout(yard.dispatch_slots), slots_twin(spec, batch.ids_TK, rank)
-        assert home.tiles(2).parts == -(-hidden_size // 1024)
-        launcher._pull(yard.dispatch_slots, home, slots_TW, out_TH, (), 2, meets=False)
+        layer, slots_TW = launcher.layer(yard.dispatch_slots), slots_twin(spec, batch.ids_TK, rank)
+        assert layer.home.tiles(2).parts == -(-hidden_size // 1024)
+        launcher._pull(layer, slots_TW, out_TH, (), 2, meets=False)
         assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK))
 
 

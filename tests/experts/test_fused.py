@@ -96,21 +96,21 @@ def test_a_tile_that_is_hardly_filled_may_be_computed_as_a_narrow_one():
 
 
 ROWS_FIRST = {
-    "plain": {"I": 48},
+    "blocks that share a scale": {"H": 200, "I": 128},
+    "blocks that do not": {"H": 256, "I": 100},
+    "in a workspace": {"in_workspace": True},
     "interleaved, with biases": {"activation": "swiglu_oai", "bias": True, "I": 40},
     "weighted inputs": {"weight_on": "input", "I": 20},
-    "blocks that share a scale": {"weights": "fp8_block128", "rows": "fp8_block128", "H": 200, "I": 128},
-    "blocks that do not": {"weights": "fp8_block128", "rows": "fp8_block128", "H": 256, "I": 100},
-    "in a workspace": {"weights": "fp8_block128", "rows": "fp8_block128", "in_workspace": True},
+    "codes between": {"inner": "fp8_block128", "I": 200},
 }
 
 
 @pytest.mark.parametrize("changes", ROWS_FIRST.values(), ids=ROWS_FIRST)
 def test_many_rows_may_stand_first(changes):
-    case = FusedCase(R=40, K=2, L=2, routing="any", **changes)
+    e4m3 = {"weights": "fp8_block128", "rows": "fp8_block128"}
+    case = FusedCase(R=40, K=2, L=2, routing="any", **e4m3, **changes)
     experts = FusedExperts(case.spec, case.held)
-    out = SPLIT_OUT if case.weights == "fp8_block128" else 64
-    first = TileConfig(out, 32, 128, 4, 3, 16, rows_first=True)
+    first = TileConfig(SPLIT_OUT, 32, 128, 4, 3, 16, rows_first=True)
     experts.tile_configs = TileConfigs(first, TileConfig(64, 32, 128, 4, 3, 16))
     check_case(case, experts)
 
@@ -131,15 +131,14 @@ BY_TMA = TileConfigs(TileConfig(64, 32, 32, 4, 3, 16, tma=True), TileConfig(64, 
 @pytest.fixture
 def tma_launches(monkeypatch):
     """The kernels with TMA that were launched."""
-    launched = []
-    for name in ("_tma_inner", "_tma_result"):
-        original = getattr(launch, name)
+    launched, original = [], launch.launch_tiles
 
-        def noting(*arguments, original=original, name=name, **options):
-            launched.append(name)
-            original(*arguments, **options)
+    def noting(call, compute, *arguments):
+        if compute.__name__.startswith("tma_"):
+            launched.append(compute.__name__)
+        original(call, compute, *arguments)
 
-        monkeypatch.setattr(launch, name, noting)
+    monkeypatch.setattr(launch, "launch_tiles", noting)
     return launched
 
 
@@ -153,7 +152,7 @@ def check_by_tma(changes):
 @pytest.mark.parametrize("changes", TMA_LAYERS.values(), ids=TMA_LAYERS)
 def test_matrices_may_come_by_tma(changes, tma_launches):
     check_by_tma(changes)
-    assert set(tma_launches) == {"_tma_inner", "_tma_result"}
+    assert set(tma_launches) == {"tma_inner_tile", "tma_result_tile"}
 
 
 NOT_BY_TMA = {
@@ -167,7 +166,7 @@ NOT_BY_TMA = {
 @pytest.mark.parametrize("changes", NOT_BY_TMA.values(), ids=NOT_BY_TMA)
 def test_what_cannot_come_by_tma_comes_as_ever(changes, tma_launches):
     check_by_tma(changes)
-    assert "_tma_inner" not in tma_launches
+    assert "tma_inner_tile" not in tma_launches
 
 
 # Of the first product and of the second, whose rows are split in two e4m3 numbers.

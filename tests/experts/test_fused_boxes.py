@@ -116,7 +116,11 @@ READ = {
         {"H": 128, "weight_on": "input"},
         TileConfigs(replace(WIDE, block=128), replace(WIDE, block=128)),
     ),
-    "bf16, rows first": (NUMBERS, {}, TileConfigs(replace(WIDE, rows_first=True), WIDE)),
+    "bf16, for which rows first was chosen": (
+        NUMBERS,
+        {},
+        TileConfigs(replace(WIDE, rows_first=True), WIDE),
+    ),
     "bf16, for which TMA was chosen": (
         NUMBERS,
         {},

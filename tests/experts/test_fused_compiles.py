@@ -21,8 +21,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.kernels import (
-    arguments, decoding, fp8_split, expanding, items, packed, packed_codes, packed_numbers, products, row_blocks,
-    rows_first, rows_first_result, sorting, specialized, summing, tma)
+    arguments, decoding, epilogues, fp8_split, expanding, items, packed, packed_codes, packed_numbers, products,
+    row_blocks, rows_first, sorting, specialized, summing, tma)
 
 TABLE = tile_table.NUMBERS["mxfp4"][2]
 BF16 = ("x", "scales", "y", "partial_sums", "inner", "out")
@@ -53,13 +53,24 @@ def check_compiled(kernel, source, warps):
     assert not dropping, (kernel.__name__, set(dropping))
     print(getattr(kernel, "__name__", kernel))
 
+def packed_product(kind, spans, first, columns, lines, activation):
+    return packed.PackedProduct(
+        kind=kind, spans=spans, inputs=264, width=384, lines=lines, columns=columns, top_k=4, first=first,
+        interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
+
 def packed_kernel(kind, spans, first, widths, groups, warps=8):
-    compiled(packed.packed_product, dict(
-        INPUTS=264, WIDTH=384, LINES=256, COLUMNS=264, TOP_K=4, KIND=kind, SPANS=spans, WIDTHS=widths,
-        FIRST=first, INTERLEAVED=first, HAS_SLOTS=True, HAS_GLOBAL=spans == 4, HAS_BIAS=True, WEIGHTED=True,
-        FINALIZE=True, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
-        BEFORE=arguments.Counted(2, 4, 3), EARLY=True, num_warps=warps,
-    ), warps, GluonASTSource, {"scales": "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"})
+    scale, held = "*fp32" if spans == 4 else None, "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"
+    arrive, leave = ("*i64", None) if first else (None, "*i64")
+    groups_of = dict(
+        rows=arguments.Rows("*bf16", None, None, arrive, "i32", "i32", "i32"),
+        weights=arguments.Weights("*i32", held, scale, scale, "*bf16"),
+        routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
+        results=arguments.Results("*bf16", None, "*bf16", "*bf16", leave, "i32"),
+    )
+    constants = dict(
+        PRODUCT=packed_product(kind, spans, first, 264, 256, epilogues.SWIGLU_CLAMPED.value),
+        TILES=packed.Tiles(widths, groups, 2, 4), BEFORE=arguments.Counted(2, 4, 3), EARLY=True, num_warps=warps)
+    grouped_kernel(packed.packed_product, groups_of, constants, {}, warps=warps)
 
 def product(compute, layer, tiles, rows, weights, results, warps=4, descriptors=()):
     # One product in plain Triton, with slots and biases.
@@ -85,10 +96,9 @@ def plain_kernels():
     weights = arguments.Weights("*bf16", None, None, None, "*bf16")
     first = arguments.Results("*bf16", None, None, None, None, "i32")
     second = arguments.Results("*bf16", None, "*bf16", "*bf16", "*i64", "i32")
-    for activation in (products.SWIGLU, products.RELU2, products.SWIGLU_CLAMPED):
-        layer = dict(activation=activation.value, gated=activation != products.RELU2, weight_on_input=True)
+    for activation in (epilogues.SWIGLU, epilogues.RELU2, epilogues.SWIGLU_CLAMPED):
+        layer = dict(activation=activation.value, gated=activation != epilogues.RELU2, weight_on_input=True)
         product(products.inner_tile, layer, {}, rows, weights, first)
-    product(rows_first.rows_first_tile, {}, {}, rows, weights, first)
     product(products.result_tile, {}, dict(width=136, stride=136), None, weights, second)
     nvfp4 = dict(rows=decoding.NVFP4.value, weights=decoding.NVFP4.value)
     product(products.inner_tile, nvfp4, dict(rows_width=272, width=272, stride=136, scale_width=17),
@@ -115,7 +125,7 @@ def kernels_of_e4m3(held):
     narrow = dict(width=136, stride=136, scale_width=2)
     product(products.result_tile, e4m3, few | narrow | dict(out=128), None, weights, second)
     product(rows_first.rows_first_tile, e4m3, wide | dict(scale_width=3), rows, weights, first, 8)
-    product(rows_first_result.rows_first_result_tile, e4m3, wide | narrow, None, weights, second, 8)
+    product(rows_first.rows_first_result_tile, e4m3, wide | narrow, None, weights, second, 8)
 
 def kernels_of_row_blocks():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
@@ -129,7 +139,7 @@ def tma_kernels():
     wide, weights = dict(out=256, tile=128, tail=64), arguments.Weights(None, None, None, None, "*bf16")
     gates, some = "tensordesc<bf16[1, 1, 128, 64]>", "tensordesc<bf16[{}, 64]>"
     rows = arguments.Rows("*bf16", None, None, "*i64", "i32", "i32", "i32")
-    clamped = dict(activation=products.SWIGLU_CLAMPED.value, interleaved=True, weight_on_input=True)
+    clamped = dict(activation=epilogues.SWIGLU_CLAMPED.value, interleaved=True, weight_on_input=True)
     product(tma.tma_inner_tile, clamped, wide, rows, weights,
             arguments.Results("*bf16", None, None, None, None, "i32"), 8, (None, None, gates))
     for tail in (64, 0):
@@ -196,10 +206,7 @@ def packed_codes_kernel(first, runs, activation=0):
         x_descriptor=descriptor("fp8e4nv", 64, 128, gl.NVMMASharedLayout(128, 8, 2)),
         w_descriptor=descriptor("i32", 32, 32, gl.NVMMASharedLayout(128, 32, 2)),
         row_scales="*fp32", scale_stride="i32")
-    product = packed.PackedProduct(
-        kind=1, spans=2, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
-        interleaved=first, weighted=True,
-        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
+    product = packed_product(1, 2, first, 150 if first else 300, 320, activation)
     constants = dict(
         PRODUCT=product, BEFORE=arguments.Counted(3, 4, 1), RUNS=runs, STAGES=4, EARLY=True, num_warps=4)
     grouped_kernel(packed_codes.packed_codes_product, groups, constants, others)
@@ -211,10 +218,10 @@ def kernels_of_packed_codes():
     sizes = dict(I=264, TILE=256, ITEMS=3, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True)
     compiled(fp8_split.round_numbers, sizes, 4, kinds=dict(
         numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
-    packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
+    packed_codes_kernel(True, 3, epilogues.SWIGLU_CLAMPED.value)
     packed_codes_kernel(False, 1)
 
-def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=0, plain=False, stages=3):
+def packed_numbers_kernel(kind, spans, first, units, widths, stages, activation=0, plain=False):
     bias, slots, scale = (None, None, None) if plain else ("*bf16", "*i64", "*fp32" if spans == 4 else None)
     held = "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"
     groups_of = dict(
@@ -223,30 +230,28 @@ def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=
         routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
         results=arguments.Results("*bf16", None, "*bf16", "*bf16", slots, "i32"),
     )
-    descriptor, run = "tensordesc<{}[{}, {}],{!r}>".format, min(32, sum(widths[-1]))
+    descriptor, run = "tensordesc<{}[{}, {}],{!r}>".format, min(32, widths[-1])
     others = dict(
         x_descriptor=descriptor("bf16", run, 64, gl.NVMMASharedLayout(128, 16, 2)),
         w_descriptor=descriptor("i32", 32, 32, gl.NVMMASharedLayout(128, 32, 2)))
-    product = packed.PackedProduct(
-        kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
-        interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
-    tiles = packed_numbers.Tiles(groups, units, widths, run, stages)
+    product = packed_product(kind, spans, first, 150 if first else 300, 320, activation)
+    tiles = packed_numbers.Tiles(units, widths, run, stages)
     constants = dict(PRODUCT=product, BEFORE=arguments.Counted(2), TILES=tiles, EARLY=True, num_warps=4)
     grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
 
 def specialized_codes():
-    specialized_kernel(8, 384, 256, 128, (16,), products.SWIGLU_CLAMPED.value)
+    specialized_kernel(8, 384, 256, 128, (16,), epilogues.SWIGLU_CLAMPED.value)
     specialized_kernel(8, 384, 128, 32, (16, 32), plain=True)
 
 def specialized_numbers():
-    specialized_kernel(16, 328, 200, 128, (), products.SWIGLU_CLAMPED.value)
-    specialized_kernel(16, 320, 200, 128, (16,), products.SWIGLU_CLAMPED.value, interleaved=True)
+    specialized_kernel(16, 328, 200, 128, (), epilogues.SWIGLU_CLAMPED.value)
+    specialized_kernel(16, 320, 200, 128, (16,), epilogues.SWIGLU_CLAMPED.value, interleaved=True)
     specialized_kernel(16, 264, 136, 16, (16,))
 
 def specialized_boxes():
     # Of an even number of boxes beside each other, and of an odd one.
     specialized_kernel(16, 384, 256, 16, (16,), boxed=True)
-    specialized_kernel(16, 384, 256, 128, (16,), products.SWIGLU_CLAMPED.value, boxed=True)
+    specialized_kernel(16, 384, 256, 128, (16,), epilogues.SWIGLU_CLAMPED.value, boxed=True)
     specialized_kernel(8, 384, 384, 16, (16,), boxed=True)
     specialized_kernel(8, 384, 256, 128, (16,), plain=True, boxed=True)
 
@@ -259,7 +264,6 @@ def plain_boxes():
     second = arguments.Results("*bf16", None, "*bf16", "*bf16", "*i64", "i32")
     boxes = dict(rows_width=256, width=256, stride=256, unit=64)
     product(products.inner_tile, sizes, boxes | dict(block=128), rows, weights, first)
-    product(rows_first.rows_first_tile, sizes, boxes, rows, weights, first)
     product(products.result_tile, sizes, boxes | dict(width=128, stride=128), None, weights, second)
     codes = sizes | dict(rows=decoding.FP8_BLOCK.value, weights=decoding.FP8_BLOCK.value, inner=fp8_split.CODES.value)
     rows = arguments.Rows("*fp8e4nv", "*fp32", None, "*i64", "i32", "i32", "i32")
@@ -270,7 +274,7 @@ def plain_boxes():
     product(products.inner_tile, codes, boxes | dict(tile=16, tail=0, block=256), rows, weights, first)
     product(rows_first.rows_first_tile, codes, boxes, rows, weights, first, 8)
     narrow = boxes | dict(width=128, stride=128, scale_width=1)
-    product(rows_first_result.rows_first_result_tile, codes, narrow, None, weights, second, 8)
+    product(rows_first.rows_first_result_tile, codes, narrow, None, weights, second, 8)
 
 """
 CALLS = {
@@ -287,12 +291,11 @@ CALLS = {
     "matrices by TMA": "tma_kernels()",
     "packed weights as blocks": "expanding_kernels()",
     "packed weights as codes": "kernels_of_packed_codes()",
-    "mxfp4 by warps that load": "packed_numbers_kernel(1, 2, True, 2, 2, ((32, 0), (64, 0)), 4)",
-    "nvfp4 by warps that load": "packed_numbers_kernel(1, 4, False, 2, 2, ((64, 32), (128, 0)))",
-    "mxint4 by warps that load, in three groups": "packed_numbers_kernel(0, 2, True, 3, 1, ((16, 0),), plain=True)",
-    "mxfp4 as in the tile table, the first product": "packed_numbers_kernel(1, 2, True, *TABLE[:3], stages=TABLE[3])",
-    "mxfp4 as in the tile table, the second": "packed_numbers_kernel(1, 2, False, *TABLE[:3], stages=TABLE[3])",
-    "mxfp4 in three groups": "packed_numbers_kernel(1, 2, False, 3, 2, ((16, 0), (64, 0)))",
+    "mxfp4 by warps that load": "packed_numbers_kernel(1, 2, True, 2, (32, 64), 3, 4)",
+    "nvfp4 by warps that load": "packed_numbers_kernel(1, 4, False, 1, (64, 128), 3)",
+    "mxint4 by warps that load": "packed_numbers_kernel(0, 2, True, 1, (16,), 3, plain=True)",
+    "mxfp4 as in the tile table, the first product": "packed_numbers_kernel(1, 2, True, *TABLE)",
+    "mxfp4 as in the tile table, the second": "packed_numbers_kernel(1, 2, False, *TABLE)",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",
     "warps that load weights in boxes": "specialized_boxes()",

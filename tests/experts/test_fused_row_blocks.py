@@ -11,7 +11,7 @@ from tests.experts.row_block_cases import SCALES, WIDTHS, all_codes, assert_reco
 from tokenyard import formats
 from tokenyard.experts.fused import launch, packing
 from tokenyard.experts.fused.kernels import twins
-from tokenyard.experts.fused.operands import Launch
+from tokenyard.experts.fused.operands import Destination, Launch
 from tokenyard.experts.fused.tile_configs import CodesTileConfig, TileConfigs
 from tokenyard.formats.base import EncodedRows
 
@@ -69,7 +69,8 @@ def test_rows_are_placed_for_packed_weights(width):
     tiles = TileConfigs(CodesTileConfig(1, 4), CodesTileConfig(1, 4))
     with launch.on_device(ids_RK):
         found = launch.sort_on_device(ids_RK, 4, 64, early=False)
-        call = Launch(spec, tiles, found, torch.ones(9, 3), False)
+        sums = torch.empty(27, width)
+        call = Launch(spec, tiles, found, torch.ones(9, 3), Destination(sums, None, sums), False)
         codes, scales = launch.launch_placed_rows(call, workspace, slots_R)
     places = int((ids_RK >= 0).sum())
     pair = found.order_N[:places]

@@ -116,7 +116,6 @@ def layers(draw):
         weights=draw(mostly(st.just("bf16"), st.sampled_from(["fp32", "mxfp4"]), TEXTS)),
         placement=draw(placements()),
         router=draw(routers()),
-        tensor_parallel=draw(mostly(st.just(1), st.integers(-1, 3))),
     )
 
 

@@ -49,7 +49,7 @@ from tokenyard.routing import Placement, SoftmaxRouter
         ("payloads", (Payload(name="tag", dtype="int64", width=1),)),
         ("payloads", (Payload(name="tag", dtype=torch.int64, width="1"),)),
         ("payloads", (Payload(name=None, dtype=torch.int64, width=1),)),
-        ("tensor_parallel", torch.ones(2)),
+        ("spare_experts", torch.ones(2)),
         ("hidden_size", 10**5000),
         ("placement", Rude()),
     ],

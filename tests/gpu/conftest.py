@@ -14,7 +14,7 @@ def specialized_launches(monkeypatch):
 
     def noting(call, *arguments, **options):
         launched.append(call.spec)
-        original(call, *arguments, **options)
+        return original(call, *arguments, **options)
 
     monkeypatch.setattr(launch_hopper, "launch_specialized", noting)
     return launched

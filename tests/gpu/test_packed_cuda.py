@@ -57,15 +57,14 @@ def test_packed_weights_are_held_once_and_given_back(weights):
     assert refused(case.received()).rows_RH.shape == (case.R, case.H)
 
 
-FEW = NumbersTileConfig(2, 2, ((16, 0), (32, 0), (64, 0)), 4)
-WIDE = NumbersTileConfig(2, 2, ((32, 0), (64, 0), (64, 32), (128, 0)), 3)
-THREE = NumbersTileConfig(3, 2, ((16, 0), (32, 0), (64, 0)), 4)
+FEW = NumbersTileConfig(2, (16, 32, 64), 4)
+NARROW = NumbersTileConfig(1, (16, 32, 64), 5)
 PACKED_NUMBERS = replace(BASE, H=512, I=256, L=4, K=2, R=300)
 # More than one item a tile, and tiles of every width; a last item with outputs for one group, or for all.
 NUMBER_LAYERS = {
     "mxfp4": (FEW, {"weights": "mxfp4"}),
-    "mxfp4, wide tiles": (WIDE, {"weights": "mxfp4", "R": 700}),
-    "mxfp4, three groups": (THREE, {"weights": "mxfp4", "H": 1024, "I": 456}),
+    "mxfp4, many tiles": (FEW, {"weights": "mxfp4", "R": 700}),
+    "mxfp4, a last item for one group": (NARROW, {"weights": "mxfp4", "H": 1024, "I": 456}),
     "mxfp4, taking turns, in a workspace": (
         FEW,
         {
@@ -95,13 +94,13 @@ NUMBER_LAYERS = {
         FEW,
         {"weights": "nvfp4", "weight_on": "input", "bias": True, "activation": "gelu", "H": 544, "I": 272},
     ),
-    "nvfp4, wide tiles": (WIDE, {"weights": "nvfp4", "R": 500, "I": 136}),
+    "nvfp4, one unit a group": (NARROW, {"weights": "nvfp4", "R": 500, "I": 136}),
     "mxint4, few rows, most experts have none": (
         FEW,
         {"weights": "mxint4", "R": 3, "L": 16, "routing": "sparse"},
     ),
-    "mxint4, wide tiles, twice an expert": (
-        WIDE,
+    "mxint4, twice an expert": (
+        FEW,
         {"weights": "mxint4", "routing": "duplicates", "R": 130, "K": 3, "H": 328, "I": 200},
     ),
     "mxint4, one step": (FEW, {"weights": "mxint4", "H": 128, "I": 64}),
@@ -128,7 +127,7 @@ def test_packed_weights_by_warps_that_load_and_warps_that_multiply(config, chang
 SEQUENCES = {
     "tiles": (None, {"rows": "mxfp8", "inner": "fp8_block128"}),
     "tiles, no codes between": (None, {"weights": "mxint4"}),
-    "warps that load": (THREE, {"rows": "mxfp8", "inner": "fp8_block128"}),
+    "warps that load": (FEW, {"rows": "mxfp8", "inner": "fp8_block128"}),
     "codes": (CodesTileConfig(4, 4), {"rows": "mxfp8", "inner": "fp8_block128"}),
 }
 

@@ -47,7 +47,6 @@ IMPOSSIBLE = {
         {"wire": "fp8_block128", "experts": "Swizzled"},
         "wire=fp8_block128: swizzled experts want swizzled scales, which it does not have",
     ),
-    "tensor parallel": ({"tensor_parallel": 2}, "tensor_parallel=2: an expert is never split between ranks"),
     "weights of an unknown kind": ({"weights": "int3"}, "weights=int3: grouped experts hold weights in"),
     "weights whose products take no codes": (
         {"inner": "fp8_block128"},
@@ -146,7 +145,7 @@ def test_two_changes_are_offered_where_one_is_not_enough():
         ({"wire": "mxpf8"}, "unknown format 'mxpf8'.*did you mean 'mxfp8'"),
         ({"combine_wire": "bf61"}, "unknown format 'bf61'.*did you mean 'bf16'"),
         ({"experts": "groupd"}, "unknown experts 'groupd'.*did you mean 'grouped'"),
-        ({"tensor_parallel": 2, "wire": "mxpf8"}, "unknown format 'mxpf8'"),
+        ({"sum": "all", "wire": "mxpf8"}, "unknown format 'mxpf8'"),
         ({"activation": "swigul"}, "unknown activation 'swigul'.*did you mean 'swiglu'"),
         ({"wire": "mxfp8(alignment=100)"}, "alignment"),
     ],
@@ -245,7 +244,7 @@ DIFFERENCES = {
 
 def test_every_field_of_a_spec_is_compared():
     fields = {f.name for f in dataclasses.fields(ty.LayerSpec)}
-    assert set(DIFFERENCES) == fields - {"tensor_parallel"}  # which can only be 1
+    assert set(DIFFERENCES) == fields
 
 
 def plan_that_differs(group, field, value):

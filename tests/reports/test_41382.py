@@ -13,9 +13,10 @@ from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.duties import Duty, Party
-from tokenyard.errors import PlanError
+from tokenyard.errors import InputError, PlanError
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
+from tokenyard.group import thread_groups
 from tokenyard.routing import SoftmaxRouter
 from tokenyard.rows import CombinedRows, ExpertRows, RankRows, UnfinalizedRows
 
@@ -126,9 +127,12 @@ def test_41382_every_layer_has_one_party_for_each_reduction():
                 assert wiring.duties[Duty.REDUCE_EXPERTS] in (Party.EXPERTS, Party.RECEIVER)
 
 
-def test_41382_tensor_parallel_partial_sums_cannot_be_planned():
-    with pytest.raises(PlanError, match="its partial results would be summed twice"):
-        ty.draft([spec(tensor_parallel=2)], 2)
+def test_41382_parts_of_experts_whose_results_would_be_partial_sums_are_refused():
+    layer = spec()
+    plan = ty.plan([layer], thread_groups(1)[0])
+    half = dataclasses.replace(layer, intermediate_size=layer.intermediate_size // 2)
+    with pytest.raises(InputError, match="w13"):
+        ty.MoELayer(plan, layer.name, random_weights(half, 0))
 
 
 def scaling(group):

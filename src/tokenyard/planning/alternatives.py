@@ -50,7 +50,6 @@ def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
             EXACT,
             *dict.fromkeys(f for cls in experts_room.EXPERTS.values() for f in cls.inner_formats),
         ],
-        "tensor_parallel": [1],
         "weight_on": ["output", "input"],
         "reduce_ranks": ["exchange", "caller"],
         "sum": ["ranks", "choices"],

@@ -76,8 +76,6 @@ class LayerSpec:
     # of a token; fewest bytes. "choices": one row per choice, summed in the order of a token's choices; the bits of the
     # output then depend on neither the number of ranks, nor the placement, nor the exchange.
     sum: Literal["ranks", "choices"] = "ranks"
-    # Ranks that share one expert. Only 1 can be planned: an expert is never split between ranks.
-    tensor_parallel: int = 1
 
 
 def check_spec(spec: LayerSpec) -> Reason | None:
@@ -116,7 +114,6 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "payloads": ("a tuple of payloads", (tuple, list)),
     "reduce_ranks": ("a name", (str,)),
     "sum": ("a name", (str,)),
-    "tensor_parallel": ("a whole number", (int,)),
 }
 
 
@@ -147,11 +144,6 @@ def _check_choices(spec: LayerSpec) -> Reason | None:
     if spec.dtype not in ROW_DTYPES:
         known = ", ".join(map(dtype_name, ROW_DTYPES))
         return Reason(field="dtype", value=dtype_name(spec.dtype), why=f"rows are {known}")
-    if spec.tensor_parallel != 1:
-        why = (
-            "an expert is never split between ranks (TP inside EP): its partial results would be summed twice"
-        )
-        return Reason(field="tensor_parallel", value=spec.tensor_parallel, why=why)
     for name, choices in (
         ("weight_on", ("output", "input")),
         ("reduce_ranks", ("exchange", "caller")),

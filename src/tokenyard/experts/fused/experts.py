@@ -36,8 +36,6 @@ from tokenyard.experts.fused.boxes import UNITS
 from tokenyard.experts.fused.kernel_choice import can_run_specialized, has_blocks, interprets
 from tokenyard.experts.fused.kernel_weights import KernelWeights
 from tokenyard.experts.fused.tile_configs import (
-    CodesTileConfig,
-    TileConfig,
     TileConfigs,
     choose_packed_tiles,
     choose_tiles,
@@ -51,6 +49,7 @@ from tokenyard.gpu_kernels import aligned, kernel_device
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
 if TYPE_CHECKING:
+    from tokenyard.experts.fused.launch_hopper import PackedCall
     from tokenyard.experts.fused.operands import Destination, Launch
 
 
@@ -156,53 +155,50 @@ class FusedExperts(KernelWeights):
         if not num_rows or not spec.num_local_experts:
             return to, result
         device = kernel_device(rows.device)
-        early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        early = launch.starts_early(device)
         with launch.on_device(ids_RK):
             sorted_pairs = launch.sort_on_device(
                 ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
             )
             unit = UNITS[spec.weights] if self.is_boxed else 0
-            call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early, unit)
-            counted = self._launch_products(call, rows, slots_R, to, finalize=finalize)
+            call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, to, early, finalize, unit)
+            counted = self._launch_products(call, rows, slots_R)
             if finalize:
-                launch.launch_sums(call, ids_RK, to, counted)
+                launch.launch_sums(call, ids_RK, counted)
         return to, result
 
-    def _launch_products(
-        self, call: Launch, rows: EncodedRows, slots_R: Tensor | None, to: Destination, *, finalize: bool
-    ) -> int:
+    def _launch_products(self, call: Launch, rows: EncodedRows, slots_R: Tensor | None) -> int:
         """Launch both products; return how many items the second one counts for each tile, for the sums."""
-        from tokenyard.experts.fused import launch, launch_hopper, operands
+        from tokenyard.experts.fused import launch, launch_hopper, paths
 
-        spec, tiles, early, num_rows = self.spec, call.tile_configs, call.early, call.weights_RK.shape[0]
-        expands = self.is_packed and isinstance(tiles.inner, TileConfig)
-        as_codes = isinstance(tiles.inner, CodesTileConfig)
-        held = "fp8_block128" if expands or as_codes else self.held_format
-        inner = operands.Inner.empty(spec, to.partial_sums, tiles, held=held)
-        if expands or (not self.is_packed and self._recodes_rows(rows.format.name)):
-            rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
-        elif not as_codes and rows.format.name == "mxfp8" and (self.is_packed or self._decodes_rows("mxfp8")):
-            rows, slots_R = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early), None
-        if self.is_packed and not expands:
-            biases = (self._buffers.get("b13"), self._buffers.get("b2"))
-            largest = (self._buffers.get("w13_largest"), self._buffers.get("w2_largest"))
-            packed = launch_hopper.PackedCall(self._packed("w13"), self._packed("w2"), *biases, *largest)
-            if as_codes:
-                placed = launch.launch_placed_rows(call, rows, slots_R)
-                return launch_hopper.launch_packed_codes(call, packed, placed, inner, to, finalize=finalize)
-            x = rows.payloads["data"]
-            return launch_hopper.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
-        weights = self._expanded(early=early) if expands else self._seen_by_kernels()
-        wanted = expands or (tiles.specialized and can_run_specialized(spec, kernel_device(rows.device)))
-        if wanted and launch_hopper.can_specialize(rows, weights):
-            launch_hopper.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
-            return 0
-        assert not expands, rows.format
-        numbers = launch.before_rounding(spec, inner)
-        launch.launch_inner(call, rows, slots_R, weights, numbers)
-        launch.launch_rounding(call, numbers, inner)
-        launch.launch_result(call, weights, inner, to, finalize=finalize)
-        return 0
+        device = kernel_device(rows.device)
+        specialized = call.tile_configs.specialized and can_run_specialized(self.spec, device)
+        path = paths.of_call(call.tile_configs, packed=self.is_packed, specialized=specialized)
+        if path is paths.PACKED_CODES:
+            codes, scales = launch.launch_placed_rows(call, rows, slots_R)
+            return launch_hopper.launch_packed_codes(call, self._packed_call(), codes, scales)
+        if rows.format.name == "mxfp8":
+            recodes, decodes = (
+                path is paths.EXPANDED or self.is_recoded,
+                self.is_packed or self._decodes_rows("mxfp8"),
+            )
+            if recodes or decodes:
+                prepare = launch.launch_row_blocks if recodes else launch.launch_decoded_rows
+                rows, slots_R = prepare(rows, slots_R, call.weights_RK.shape[0], early=call.early), None
+        if path in (paths.PACKED_NUMBERS, paths.PACKED):
+            return launch_hopper.launch_packed(call, self._packed_call(), rows.payloads["data"], slots_R)
+        weights = self._expanded(early=call.early) if path is paths.EXPANDED else self._seen_by_kernels()
+        if path is not paths.PRODUCTS and launch_hopper.can_specialize(rows, weights):
+            return launch_hopper.launch_specialized(call, rows, slots_R, weights)
+        assert path is not paths.EXPANDED, rows.format
+        return launch.launch_products(call, rows, slots_R, weights)
+
+    def _packed_call(self) -> PackedCall:
+        """The packed weights, and what goes with them, as views of the buffers."""
+        from tokenyard.experts.fused.launch_hopper import PackedCall
+
+        others = (self._buffers.get(name) for name in ("b13", "b2", "w13_largest", "w2_largest"))
+        return PackedCall(self._packed("w13"), self._packed("w2"), *others)
 
     def tiles_for(self, num_rows: int, rows: str, *, may_be_empty: bool) -> TileConfigs:
         """The tile configurations for a number of rows, which have the format `rows`."""

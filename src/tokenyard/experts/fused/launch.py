@@ -6,6 +6,7 @@ size launches the same kernels with another grid, or with other tiles.
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenyard.experts.fused import paths
 from tokenyard.experts.fused.kernels import (
     arguments,
     decoding,
@@ -22,13 +24,11 @@ from tokenyard.experts.fused.kernels import (
     products,
     row_blocks,
     rows_first,
-    rows_first_result,
     sorting,
     summing,
-    tma,
 )
+from tokenyard.experts.fused.kernels import tma as tma_kernels
 from tokenyard.experts.fused.operands import (
-    Destination,
     Inner,
     Launch,
     Matrices,
@@ -57,8 +57,6 @@ LONG_SUMS = 16384
 ROWS_AT_A_TIME = 4
 MANY_ROWS = 2048
 
-_ROWS_FIRST = (decoding.PLAIN.value, decoding.FP8_BLOCK.value)
-
 # Triton's interpreter patches the Triton language while it runs a kernel, so ranks that are threads take turns.
 _INTERPRETER = threading.RLock()
 
@@ -68,6 +66,18 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     if tensor.is_meta:
         return nullcontext()  # launches are recorded
     return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels on a device may start before their predecessors have ended: on GPUs from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> SortedOnDevice:
@@ -82,52 +92,24 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     how_many = tiles[6 * max_tiles : 6 * max_tiles + 1]  # counters follow it
     sizes, options = (experts, bins, top_k, choices, CHUNK), launch_options(early)
     if chunks == 1:
-        launch(
-            sorting.sort_pairs,
-            (experts,),
-            ids_RK,
-            order_N,
-            tiles,
-            how_many,
-            rows,
-            max_tiles,
-            *sizes,
-            tile,
-            early,
-            num_warps=4,
-            **options,
-        )
+        launch(sorting.sort_pairs, (experts,),
+            ids_RK, order_N, tiles, how_many, rows, max_tiles, *sizes, tile, early, num_warps=4, **options,
+        )  # fmt: skip
         return SortedOnDevice(order_N, tiles, how_many, max_tiles, None)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     launch(sorting.count_chunks, (chunks,), ids_RK, counts, rows, *sizes, early, num_warps=4, **options)
     share = 4 * triton.cdiv(experts, 4 * SHARED_BY)
-    launch(
-        sorting.place_chunks,
-        (chunks, triton.cdiv(experts, share)),
-        ids_RK,
-        counts,
-        order_N,
-        tiles,
-        how_many,
-        rows,
-        max_tiles,
-        *sizes,
-        tile,
-        early,
-        share,
-        num_warps=4,
-        **options,
-    )
+    launch(sorting.place_chunks, (chunks, triton.cdiv(experts, share)),
+        ids_RK, counts, order_N, tiles, how_many, rows, max_tiles, *sizes, tile, early, share,
+        num_warps=4, **options,
+    )  # fmt: skip
     return SortedOnDevice(order_N, tiles, how_many, max_tiles, counts)
 
 
 def blocks_for(items: int, device: torch.device) -> int:
     """How many blocks to launch for up to `items` items: one for each, or fewer, which then take several in turn."""
     device = kernel_device(device)
-    if device.type == "cpu":
-        return max(1, min(items, 4))
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(items, processors * 16))
+    return max(1, min(items, 4 if device.type == "cpu" else processors(device) * 16))
 
 
 def rows_at_a_time(rows: int) -> int:
@@ -248,100 +230,89 @@ def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec, *, boxed: b
     if boxed or not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
         return False
     device = kernel_device(matrix.device)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+    if device.type == "cuda" and not starts_early(device):
         return False
     sizes = (spec.hidden_size, spec.intermediate_size)
     return all(size % 8 == 0 for size in sizes) and matrix.data_ptr() % 16 == 0 and matrix.is_contiguous()
 
 
-def _tma_inner(
-    call: Launch, x: Rows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner, config: TileConfig
-) -> None:
-    spec, w13 = call.spec, weights.w13
-    assert isinstance(w13, Tensor)
-    H, I, columns = spec.hidden_size, spec.intermediate_size, config.out // 2  # noqa: E741
-    strides = [2 * I * H, H, 2 * H, 1] if spec.activation.interleaved else [2 * I * H, I * H, H, 1]
-    w_descriptor = TensorDescriptor(w13, [w13.shape[0], 2, I, H], strides, [1, 1, columns, config.block])
-    given = (x.given(slots_R), arguments.Weights(None, None, None, None, weights.b13), inner.given())
-    layer = call.layer(x.format, decoding.PLAIN.value, inner)
-    tiles = arguments.Tiles(
-        triton.cdiv(I, columns), config.out, config.tile, config.tail, config.block, H, H, H, 1
-    )
-    launch_tiles(call, tma.tma_inner_tile, config, given, layer, tiles, (None, None, w_descriptor))
+def launch_products(call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights) -> int:
+    """Launch both products with kernels of plain Triton; returns 0, since these count no items."""
+    inner = Inner.empty(call, held=weights.w2.format.name if isinstance(weights.w2, QuantizedMatrix) else "")
+    numbers = before_rounding(call.spec, inner)
+    _launch_inner(call, Rows.of(rows), slots_R, weights, numbers)
+    launch_rounding(call, numbers, inner)
+    _launch_result(call, weights, inner)
+    return 0
 
 
-def _tma_result(
-    call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, config: TileConfig, *, finalize: bool
-) -> None:
-    w2, H, I = weights.w2, call.spec.hidden_size, call.spec.intermediate_size  # noqa: E741
-    assert isinstance(w2, Tensor)
-    rows, tail = (
-        TensorDescriptor.from_tensor(inner.data, [most, config.block])
-        for most in (config.tile, config.tail or config.tile)
-    )
-    w_descriptor = TensorDescriptor.from_tensor(w2, [1, config.out, config.block])
-    given = (None, arguments.Weights(None, None, None, None, weights.b2), inner.given(to))
-    layer = call.layer(decoding.PLAIN.value, decoding.PLAIN.value, inner, finalize=finalize)
-    tiles = arguments.Tiles(
-        triton.cdiv(H, config.out), config.out, config.tile, config.tail, config.block, I, I, I, 1
-    )
-    launch_tiles(call, tma.tma_result_tile, config, given, layer, tiles, (rows, tail, w_descriptor))
-
-
-def launch_inner(
-    call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner
+def _launch_inner(
+    call: Launch, x: Rows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner
 ) -> None:
     """`inner = activation(W13 · x + b13)` for all pairs, in the order of `order_N`."""
-    spec, config, act = call.spec, call.tile_configs.inner, call.spec.activation
+    spec, config, act, w = call.spec, call.tile_configs.inner, call.spec.activation, Matrices.of(weights.w13)
     assert isinstance(config, TileConfig)
-    x, w = Rows.of(rows), Matrices.of(weights.w13)
-    if config.tma and can_use_tma(weights.w13, spec, boxed=call.unit > 0) and x.data.dtype == w.data.dtype:
-        _tma_inner(call, x, slots_R, weights, inner, config)
-        return
-    out = config.out if act.gated or inner.is_numbers else config.out // 2
-    columns = out // 2 if act.gated else out
-    block, compute = config.block, products.inner_tile
-    if config.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
+    H, I, out, block = spec.hidden_size, spec.intermediate_size, config.out, config.block  # noqa: E741
+    columns, given = out // 2, w.given(weights.b13)
+    descriptors: tuple[Any, Any, Any] = (None, None, None)
+    alike = x.data.dtype == w.data.dtype
+    tma = alike and config.tma and can_use_tma(weights.w13, spec, boxed=call.unit > 0)
+    blocks = x.format == w.format == decoding.FP8_BLOCK.value and act.gated
+    path, compute = paths.of_product(config, tma=tma, blocks=blocks), products.inner_tile
+    if path is paths.TMA:
+        compute = tma_kernels.tma_inner_tile
+        strides = [2 * I * H, H, 2 * H, 1] if act.interleaved else [2 * I * H, I * H, H, 1]
+        shape = [w.data.shape[0], 2, I, H]
+        descriptors = None, None, TensorDescriptor(w.data, shape, strides, [1, 1, columns, block])
+        given = given._replace(data=None)
+    elif path is paths.ROWS_FIRST:
         compute = rows_first.rows_first_tile
-    elif block > SPLIT_BLOCK and (x.format != w.format or spec.hidden_size % block):
-        block = SPLIT_BLOCK  # one block of scales at a time
+    else:
+        out = out if act.gated or inner.is_numbers else columns
+        columns = out // 2 if act.gated else out
+        if block > SPLIT_BLOCK and (x.format != w.format or H % block):
+            block = SPLIT_BLOCK  # one block of scales at a time
     tiles = arguments.Tiles(
-        triton.cdiv(spec.intermediate_size, columns), out, config.tile, config.tail, block,
+        triton.cdiv(I, columns), out, config.tile, config.tail, block,
         x.width, w.width, w.stride, w.scale_width, call.unit,
     )  # fmt: skip
-    given = (x.given(slots_R), w.given(weights.b13), inner.given())
-    launch_tiles(call, compute, config, given, call.layer(x.format, w.format, inner), tiles)
+    layer = call.layer(x.format, w.format, inner)
+    launch_tiles(call, compute, config, (x.given(slots_R), given, inner.given()), layer, tiles, descriptors)
 
 
-def launch_result(
-    call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, *, finalize: bool
-) -> None:
+def _launch_result(call: Launch, weights: ExpertWeights, inner: Inner) -> None:
     """`W2 · inner + b2`: weighted into `to.out`, or, for rows with several experts, by pair into `to.partial_sums`."""
-    spec, config = call.spec, call.tile_configs.result
+    spec, config, w = call.spec, call.tile_configs.result, Matrices.of(weights.w2)
     assert isinstance(config, TileConfig)
-    if config.tma and inner.is_numbers and can_use_tma(weights.w2, spec, boxed=call.unit > 0):
-        _tma_result(call, weights, inner, to, config, finalize=finalize)
-        return
-    w = Matrices.of(weights.w2)
-    by_rows = config.rows_first and not inner.is_numbers
-    compute = rows_first_result.rows_first_result_tile if by_rows else products.result_tile
-    out = 2 * SPLIT_BLOCK if by_rows else config.out
-    across = triton.cdiv(spec.hidden_size, out)
+    out, given = config.out, w.given(weights.b2)
+    descriptors: tuple[Any, Any, Any] = (None, None, None)
+    tma = inner.is_numbers and config.tma and can_use_tma(weights.w2, spec, boxed=call.unit > 0)
+    path = paths.of_product(config, tma=tma, blocks=not inner.is_numbers)
+    compute = products.result_tile
+    if path is paths.TMA:
+        compute = tma_kernels.tma_result_tile
+        most = (config.tile, config.tail or config.tile)
+        rows, tail = (TensorDescriptor.from_tensor(inner.data, [many, config.block]) for many in most)
+        descriptors = rows, tail, TensorDescriptor.from_tensor(w.data, [1, out, config.block])
+        given = given._replace(data=None)
+    elif path is paths.ROWS_FIRST:
+        compute, out = rows_first.rows_first_result_tile, 2 * SPLIT_BLOCK
     tiles = arguments.Tiles(
-        across, out, config.tile, config.tail, config.block, w.width, w.width, w.stride, w.scale_width, call.unit,
+        triton.cdiv(spec.hidden_size, out), out, config.tile, config.tail, config.block,
+        w.width, w.width, w.stride, w.scale_width, call.unit,
     )  # fmt: skip
-    layer = call.layer(decoding.PLAIN.value, w.format, inner, finalize=finalize)
-    launch_tiles(call, compute, config, (None, w.given(weights.b2), inner.given(to)), layer, tiles)
+    layer = call.layer(decoding.PLAIN.value, w.format, inner)
+    launch_tiles(call, compute, config, (None, given, inner.given(call.to)), layer, tiles, descriptors)
 
 
-def launch_sums(call: Launch, ids_RK: Tensor, to: Destination, items: int) -> None:
+def launch_sums(call: Launch, ids_RK: Tensor, items: int) -> None:
     """Sum the rows that several experts take, out of `to.partial_sums` into `to.out`.
 
     The second product counts `items` items for each tile, or none; then the kernel waits for the whole product. With
     1,024 tokens a rank V4-Flash's experts of mxfp4 took 553 µs if sums waited for the row's experts, and 561 if not.
     Product and sum are rounded separately (no fused multiply-add), as in `UnfinalizedRows.finish`.
     """
-    spec, rows = call.spec, ids_RK.shape[0]
+    spec, to, rows = call.spec, call.to, ids_RK.shape[0]
     if rows < LONG_SUMS:
         rows_of_a_block, (columns, warps) = 1, (4096, 8) if spec.hidden_size % 4096 == 0 else (2048, 4)
     else:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels import arguments, fp8_split
-from tokenyard.experts.fused.launch import before_rounding, launch_rounding
+from tokenyard.experts.fused.launch import before_rounding, launch_rounding, processors
 from tokenyard.experts.fused.operands import (
-    Destination,
     Inner,
     Launch,
     Matrices,
@@ -43,8 +42,9 @@ if TYPE_CHECKING:
 TRANSPOSED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
 
 
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(kernel_device(device)).multi_processor_count)
+def _persistent(items: int, device: torch.device) -> int:
+    """How many persistent blocks to launch for up to `items` items: no more than a GPU has multiprocessors."""
+    return max(1, min(items, processors(kernel_device(device))))
 
 
 def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
@@ -88,50 +88,43 @@ def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
 
 
 def launch_specialized(
-    call: Launch,
-    rows: EncodedRows,
-    slots_R: Tensor | None,
-    weights: ExpertWeights,
-    inner: Inner,
-    to: Destination,
-    *,
-    finalize: bool,
-) -> None:
-    """Launch both products as one kernel with specialized warps."""
+    call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights
+) -> int:
+    """Launch both products as one kernel with specialized warps; returns 0, since it counts no items for the sums."""
     from tokenyard.experts.fused.kernels import items, specialized
 
-    spec, max_tiles, config = call.spec, call.sorted.max_tiles, call.tile_configs.inner
+    spec, max_tiles, config, held = call.spec, call.sorted.max_tiles, call.tile_configs.inner, "fp8_block128"
     assert isinstance(config, TileConfig)
     widths, stages = TRANSPOSED[config.tile]
     transposed = widths if config.tail or config.tile < 128 else ()
-    processors = _processors(rows.device)
-    x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
+    x, w13, w2 = Rows.of(rows), Matrices.of(weights.w13), Matrices.of(weights.w2)
     H, I, interleaved = spec.hidden_size, spec.intermediate_size, spec.activation.interleaved  # noqa: E741
-    w13, w2 = Matrices.of(weights.w13), Matrices.of(weights.w2)
+    inner = Inner.empty(call, held=held if isinstance(weights.w2, QuantizedMatrix) else "")
     first, second = (
         items.Product(
             inputs=H if is_first else I, outputs=I if is_first else H, experts=spec.num_local_experts, top_k=spec.top_k,
             first=is_first, interleaved=is_first and interleaved,
-            weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize,
+            weighted=spec.weight_on == ("input" if is_first else "output"), finalize=call.finalize,
             powers=bool(inner.held == fp8_split.POWER_CODES), tile=config.tile, transposed=transposed,
             step=128 if is_first or config.tile < 128 else 256, deep=not is_first and config.tile < 128,
-            boxed=call.unit > 0, **activation,
+            boxed=call.unit > 0, **activation_constants(spec),
         )
         for is_first in (True, False)
     )  # fmt: skip
     most = max_tiles * (triton.cdiv(I, 128) + triton.cdiv(H, 128))
-    launch(specialized.specialized_products, (max(1, min(most, processors)),),
+    launch(specialized.specialized_products, (_persistent(most, rows.device),),
         tma_descriptor(inner.data, min(config.tile, 64), I),
         tma_descriptor(w13.data, 128, call.unit or (2 * H if interleaved else H)),
         tma_descriptor(w2.data, 128, call.unit or I),
         x.given(slots_R),
         x._replace(data=inner.data, scales=inner.given().inner_scales).given(None),
-        arguments.Weights(None, w13.scales, None, None, weights.b13),
-        arguments.Weights(None, w2.scales, None, None, weights.b2),
+        w13.given(weights.b13)._replace(data=None),
+        w2.given(weights.b2)._replace(data=None),
         call.routes,
-        inner.given(to),
+        inner.given(call.to),
         FIRST=first, SECOND=second, STAGES=stages, EARLY=call.early, num_warps=4, **call.options,
     )  # fmt: skip
+    return 0
 
 
 class PackedCall(NamedTuple):
@@ -145,44 +138,31 @@ class PackedCall(NamedTuple):
     largest2: Tensor | None = None
 
 
-def launch_packed_codes(
-    call: Launch,
-    weights: PackedCall,
-    rows: tuple[Tensor, Tensor],
-    inner: Inner,
-    to: Destination,
-    *,
-    finalize: bool,
-) -> int:
-    """Launch both products with packed weights that are decoded to e4m3 codes; `rows`: codes and scales by place.
+def launch_packed_codes(call: Launch, weights: PackedCall, codes: Tensor, code_scales: Tensor) -> int:
+    """Launch both products with packed weights that are decoded to e4m3 codes; rows are codes and scales by place.
 
     Returns the items that the second product counts for each tile, for `launch_sums`.
     """
     from tokenyard.experts.fused.kernels import packed_codes
 
-    spec, config = call.spec, call.tile_configs.inner
+    spec, config, inner = call.spec, call.tile_configs.inner, Inner.empty(call, held="fp8_block128")
     assert isinstance(config, CodesTileConfig)
-    processors = _processors(inner.data.device)
     places = len(inner.data)
     numbers = inner._replace(data=inner.scales.new_empty(places, spec.intermediate_size))
+    first = weights.w13, weights.b13, weights.largest13, codes, code_scales, numbers
+    second = weights.w2, weights.b2, weights.largest2, inner.data, inner.scales, inner
     before, across = arguments.Counted(0), 0
-    for is_first in (True, False):
-        w, bias, largest = (
-            (weights.w13, weights.b13, weights.largest13)
-            if is_first
-            else (weights.w2, weights.b2, weights.largest2)
-        )
-        product = _packed_product(call, w, is_first=is_first, finalize=finalize)
-        codes, scales = rows if is_first else (inner.data, inner.scales)
+    for is_first, (w, bias, largest, x, scales, to) in ((True, first), (False, second)):
+        product = _packed_product(call, w, is_first=is_first)
         across = triton.cdiv(product.lines, 128)
-        launch(packed_codes.packed_codes_product, (max(1, min(call.sorted.max_tiles * across, processors)),),
-            tma_descriptor(codes, 64, product.width),
+        launch(packed_codes.packed_codes_product, (_persistent(call.sorted.max_tiles * across, x.device),),
+            tma_descriptor(x, 64, product.width),
             tma_descriptor(w.words, 32, 32),
             scales,
             places,
             packed_codes.PackedWeights(w.scales.view(torch.int16), largest, bias),
             call.routes,
-            (numbers if is_first else inner).given(to),
+            to.given(call.to),
             PRODUCT=product, BEFORE=before, RUNS=config.runs, STAGES=config.stages, EARLY=call.early, num_warps=4,
             **call.options,
         )  # fmt: skip
@@ -191,12 +171,11 @@ def launch_packed_codes(
     return across
 
 
-def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool, finalize: bool) -> PackedProduct:
+def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool) -> PackedProduct:
     """The compile-time constants of a product of packed weights."""
     from tokenyard.experts.fused.kernels import packed, unpacking
 
     spec, (_, outputs, inputs) = call.spec, w.shape
-    activation = {name.lower(): value for name, value in activation_constants(spec).items()}
     return packed.PackedProduct(
         kind=(unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1).value,
         spans=4 if w.format == "nvfp4" else 2,
@@ -208,97 +187,47 @@ def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool, finalize: 
         first=is_first,
         interleaved=is_first and spec.activation.interleaved,
         weighted=spec.weight_on == ("input" if is_first else "output"),
-        finalize=finalize,
-        **activation,
+        finalize=call.finalize,
+        **activation_constants(spec),
     )
 
 
-def launch_packed(
-    call: Launch,
-    weights: PackedCall,
-    x: Tensor,
-    slots_R: Tensor | None,
-    inner: Inner,
-    to: Destination,
-    *,
-    finalize: bool,
-) -> int:
+def launch_packed(call: Launch, weights: PackedCall, x: Tensor, slots_R: Tensor | None) -> int:
     """Launch both products with packed weights and plain rows, each with the kernel of its tile configuration.
 
     Returns the items that the second product counts for each tile, for `launch_sums`.
     """
+    from tokenyard.experts.fused.kernels import packed, packed_numbers
+
+    configs, inner = call.tile_configs, Inner.empty(call, held="")
     numbers, before, items = before_rounding(call.spec, inner), arguments.Counted(0), 0
-    for is_first in (True, False):
-        config = call.tile_configs.inner if is_first else call.tile_configs.result
-        matrix, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
-        data, slots = (x, slots_R) if is_first else (inner.data, None)
+    first = configs.inner, weights.w13, weights.b13, x, slots_R, numbers
+    second = configs.result, weights.w2, weights.b2, inner.data, None, inner
+    for is_first, (config, w, bias, data, slots, to) in ((True, first), (False, second)):
+        product = _packed_product(call, w, is_first=is_first)
         rows = arguments.Rows(data, None, None, slots, data.stride(0), 0, 0)
-        results = (numbers if is_first else inner).given(to)
-        product = _packed_product(call, matrix, is_first=is_first, finalize=finalize)
+        # The scales of mxfp4 are loaded as four int16 for 128 inputs.
+        scales = w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
+        given = arguments.Weights(w.words, scales, w.global_scale, w.global_factor, bias)
         if isinstance(config, NumbersTileConfig):
-            items = _launch_numbers(call, config, product, matrix, bias, rows, results, before)
+            items = triton.cdiv(product.lines, 64 * packed_numbers.GROUPS.value * config.units)
+            w_descriptor = tma_descriptor(w.words, 32, 32)
+            launch(packed_numbers.packed_numbers_product, (_persistent(call.sorted.max_tiles * items, data.device),),
+                w_descriptor if is_first else tma_descriptor(data, config.run, product.inputs), w_descriptor,
+                rows, given._replace(data=None), call.routes, to.given(call.to), PRODUCT=product, BEFORE=before,
+                TILES=packed_numbers.Tiles(config.units, config.widths, config.run, config.stages),
+                EARLY=call.early, num_warps=4, **call.options,
+            )  # fmt: skip
         else:
             assert isinstance(config, PackedTileConfig)
-            items = _launch_tiles(call, config, product, matrix, bias, rows, results, before)
+            items = triton.cdiv(product.lines, config.out * config.groups)
+            registers = {} if config.registers is None else {"maxnreg": config.registers}
+            launch(packed.packed_product, (items, call.sorted.max_tiles),
+                rows, given, call.routes, to.given(call.to), PRODUCT=product, BEFORE=before,
+                TILES=packed.Tiles(config.widths, config.groups, config.ahead, config.stages),
+                EARLY=call.early, num_warps=config.warps, **registers, **call.options,
+            )  # fmt: skip
         if is_first:
             before = launch_rounding(call, numbers, inner, items)
     # A block of `kernels.packed` would have to wait until its results are visible before it could count.
-    return items if isinstance(call.tile_configs.result, NumbersTileConfig) else 0
-
-
-def _launch_tiles(
-    call: Launch, config: PackedTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
-    rows: arguments.Rows, results: arguments.Results, before: arguments.Counted,
-) -> int:  # fmt: skip
-    """Launch one product with a block for each item (`kernels.packed`); returns how many items a tile has."""
-    from tokenyard.experts.fused.kernels import packed
-
-    nothing, is_first = call.sorted.order_N, product.first
-    y, slots = (results.inner, rows.slots_R) if is_first else (results.out, results.out_slots_R)
-    registers = {} if config.registers is None else {"maxnreg": config.registers}
-    has_global = w.global_scale is not None
-    across: int = triton.cdiv(product.lines, config.out * config.groups)
-    launch(packed.packed_product, (across, call.sorted.max_tiles),
-        rows.data, nothing if slots is None else slots, w.words, _decoded_scales(w),
-        w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
-        nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, results.partial_sums,
-        call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride, y.stride(0),
-        INPUTS=product.inputs, WIDTH=product.width, LINES=product.lines, COLUMNS=product.columns, TOP_K=product.top_k,
-        KIND=product.kind, SPANS=product.spans, WIDTHS=config.widths, FIRST=is_first,
-        INTERLEAVED=call.spec.activation.interleaved, HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global,
-        HAS_BIAS=bias is not None, WEIGHTED=product.weighted, FINALIZE=product.finalize,
-        **activation_constants(call.spec),
-        GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, BEFORE=before, EARLY=call.early,
-        num_warps=config.warps, **registers, **call.options,
-    )  # fmt: skip
-    return across
-
-
-def _launch_numbers(
-    call: Launch, config: NumbersTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
-    rows: arguments.Rows, results: arguments.Results, before: arguments.Counted,
-) -> int:  # fmt: skip
-    """Launch one product with specialized warps (`kernels.packed_numbers`); returns how many items a tile has."""
-    from tokenyard.experts.fused.kernels import packed_numbers
-
-    processors = _processors(rows.data.device)
-    across: int = triton.cdiv(product.lines, 64 * config.units * config.groups)
-    w_descriptor = tma_descriptor(w.words, 32, 32)
-    launch(packed_numbers.packed_numbers_product, (max(1, min(call.sorted.max_tiles * across, processors)),),
-        w_descriptor if product.first else tma_descriptor(rows.data, config.run, product.inputs),
-        w_descriptor,
-        rows,
-        arguments.Weights(None, _decoded_scales(w), w.global_scale, w.global_factor, bias),
-        call.routes,
-        results,
-        PRODUCT=product,
-        BEFORE=before,
-        TILES=packed_numbers.Tiles(config.groups, config.units, config.widths, config.run, config.stages),
-        EARLY=call.early, num_warps=4, **call.options,
-    )  # fmt: skip
-    return across
-
-
-def _decoded_scales(w: PackedMatrix) -> Tensor:
-    """The scales as kernels that decode weights to bf16 load them: those of mxfp4 as four int16 for 128 inputs."""
-    return w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
+    return items if isinstance(configs.result, NumbersTileConfig) else 0

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard.experts.fused.kernels import arguments, decoding, fp8_split, products
+from tokenyard.experts.fused.kernels import arguments, decoding, epilogues, fp8_split
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK, TileConfigs
 from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.formats import Fp8Block128, QuantizedMatrix
@@ -28,25 +28,21 @@ _FORMATS = {
     "mxint4": decoding.MXINT4,
 }
 _ACTIVATIONS = {
-    "swiglu": products.SWIGLU,
-    "gelu": products.GELU,
-    "gelu_tanh": products.GELU_TANH,
-    "relu2": products.RELU2,
-    "swiglu_clamped": products.SWIGLU_CLAMPED,
+    "swiglu": epilogues.SWIGLU,
+    "gelu": epilogues.GELU,
+    "gelu_tanh": epilogues.GELU_TANH,
+    "relu2": epilogues.RELU2,
+    "swiglu_clamped": epilogues.SWIGLU_CLAMPED,
 }
 _KINDS = {"fp16": tl.float16, "fp32": tl.float32}
 
 
 def activation_constants(spec: ExpertsSpec) -> dict[str, Any]:
-    """The activation's number and constants, by the names of the kernels' parameters."""
-    activation = spec.activation
-    constants = {"limit": 0.0, "alpha": 0.0, "up_shift": 0.0} | dict(activation.parameters)
-    return {
-        "ACTIVATION": _ACTIVATIONS[activation.name].value,
-        "LIMIT": constants["limit"],
-        "ALPHA": constants["alpha"],
-        "SHIFT": constants["up_shift"],
-    }
+    """The activation's number and constants, by the names that kernels have for them."""
+    given = dict(spec.activation.parameters)
+    limit, alpha, shift = (given.get(name, 0.0) for name in ("limit", "alpha", "up_shift"))
+    number = _ACTIVATIONS[spec.activation.name].value
+    return {"activation": number, "limit": limit, "alpha": alpha, "shift": shift}
 
 
 def launch_options(early: bool) -> dict[str, bool]:
@@ -137,6 +133,14 @@ def product_kind(weights: str, device: torch.device) -> Any:
     return tl.float32 if device.type == "cpu" else _KINDS.get(weights, tl.bfloat16)
 
 
+class Destination(NamedTuple):
+    """Where results are written: rows `[S, H]`, the slot of each received row in them, and the results by pair."""
+
+    out: Tensor
+    slots_R: Tensor | None
+    partial_sums: Tensor  # results by pair, not weighted and not summed
+
+
 class Launch(NamedTuple):
     """The arguments that both products of one call share."""
 
@@ -144,7 +148,9 @@ class Launch(NamedTuple):
     tile_configs: TileConfigs
     sorted: SortedOnDevice
     weights_RK: Tensor
+    to: Destination
     early: bool
+    finalize: bool = True
     unit: int = 0  # inputs of a line that a box of weights holds (`boxes`); 0: they are held line by line
 
     @property
@@ -158,7 +164,7 @@ class Launch(NamedTuple):
         found = self.sorted
         return arguments.Routes(found.order_N, found.tiles, found.how_many, found.max_tiles, self.weights_RK)
 
-    def layer(self, rows: int, weights: int, inner: Inner, *, finalize: bool = True) -> arguments.Layer:
+    def layer(self, rows: int, weights: int, inner: Inner) -> arguments.Layer:
         """The compile-time constants of products of rows and weights in these formats."""
         spec, activation = self.spec, self.spec.activation
         return arguments.Layer(
@@ -170,11 +176,11 @@ class Launch(NamedTuple):
             weights=weights,
             kind=product_kind(spec.weights, inner.data.device),
             weight_on_input=spec.weight_on == "input",
-            finalize=finalize,
+            finalize=self.finalize,
             gated=activation.gated,
             interleaved=activation.interleaved,
             inner=inner.held.value,
-            **{name.lower(): value for name, value in activation_constants(spec).items()},
+            **activation_constants(spec),
         )
 
 
@@ -190,13 +196,14 @@ class Inner(NamedTuple):
     held: Any  # one of the constants of `kernels.fp8_split`
 
     @classmethod
-    def empty(cls, spec: ExpertsSpec, partial_sums: Tensor, tile_configs: TileConfigs, *, held: str) -> Inner:
-        """Uninitialized memory for the pairs of `partial_sums`: of its dtype, or e4m3 if weights are e4m3 blocks."""
+    def empty(cls, call: Launch, *, held: str) -> Inner:
+        """Uninitialized memory for the pairs of a call: of the dtype of its results, or e4m3 if `held` is."""
+        spec, partial_sums = call.spec, call.to.partial_sums
         pairs, columns = partial_sums.shape[0], spec.intermediate_size
         if held != "fp8_block128":
             data = partial_sums.new_empty(pairs, columns)
             return cls(data, data, fp8_split.NUMBERS)
-        assert tile_configs.can_split, tile_configs
+        assert call.tile_configs.can_split, call.tile_configs
         blocks = triton.cdiv(columns, SPLIT_BLOCK)
         scales = partial_sums.new_empty(pairs, blocks, dtype=torch.float32)
         if spec.inner is None:
@@ -217,11 +224,3 @@ class Inner(NamedTuple):
         if to is None:
             return arguments.Results(self.data, scales, None, None, None, 0)
         return arguments.Results(self.data, scales, to.partial_sums, to.out, to.slots_R, to.out.stride(0))
-
-
-class Destination(NamedTuple):
-    """Where results are written: rows `[S, H]`, the slot of each received row in them, and the results by pair."""
-
-    out: Tensor
-    slots_R: Tensor | None
-    partial_sums: Tensor  # results by pair, not weighted and not summed

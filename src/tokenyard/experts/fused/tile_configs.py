@@ -82,18 +82,17 @@ class CodesTileConfig:
 class NumbersTileConfig:
     """The tiles of `kernels.packed_numbers`, for packed weights and rows of bf16, with specialized warps.
 
-    A tile is 64 · units · groups outputs × one of `widths`, the rows of one or two accumulators.
+    A tile is 64 · units outputs for each of three groups of warps × one of `widths`, in rows.
     """
 
-    groups: int  # groups of four warps that multiply: 2 or 3
-    units: int  # units of 64 outputs for each group
-    widths: tuple[tuple[int, int], ...]
+    units: int
+    widths: tuple[int, ...]
     stages: int
 
     @property
     def tile(self) -> int:
         """The most rows of a tile."""
-        return sum(self.widths[-1])
+        return self.widths[-1]
 
     @property
     def run(self) -> int:
@@ -219,8 +218,8 @@ def choose_packed_tiles(
     8
     >>> choose_packed_tiles(48_000, 32, "mxfp4", expands=True).specialized
     True
-    >>> [choose_packed_tiles(4_096, 128, "mxfp4", rounds=rounds).inner.groups for rounds in (False, True)]
-    [3, 1]
+    >>> [type(choose_packed_tiles(4_096, 128, "mxfp4", rounds=rounds).inner).__name__ for rounds in (False, True)]
+    ['NumbersTileConfig', 'PackedTileConfig']
     >>> choose_packed_tiles(6_000, 32, "mxfp4", codes=True).inner
     CodesTileConfig(runs=4, stages=4)
     """

@@ -90,10 +90,10 @@ CODES_FROM = 65
 CODES = ((109, (2, 4)), (154, (3, 4)), (272, (4, 4)))
 
 # The rows per expert above which, and up to which, `kernels.packed_numbers` multiplies packed weights with bf16 rows;
-# then the fields of `NumbersTileConfig`: groups, units, widths, stages. C's with 32 rows each took 688 µs this way, 711
-# to 851 with other groups, and 804 by the tiles of `PACKED`. With fewer rows, and in other formats, it was slower.
+# then the fields of `NumbersTileConfig`: units, widths, stages. C's with 32 rows each took 688 µs this way, and 804 by
+# the tiles of `PACKED`. With fewer rows, and in other formats, it was slower.
 NUMBERS: dict[str, tuple[float, float, tuple[Any, ...]]] = {
-    "mxfp4": (28, 40, (3, 2, ((16, 0), (32, 0), (64, 0)), 5)),
+    "mxfp4": (28, 40, (2, (16, 32, 64), 5)),
 }
 
 # The fields of `PackedTileConfig`: widths, groups, ahead, stages, warps, registers.

@@ -76,6 +76,15 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
 
 
+@gluon.jit
+def add_scaled(part, scale, acc):
+    """acc + part * scale, in inline assembly, so that neither LLVM nor ptxas moves it after the next wait."""
+    s, _ = gl.broadcast(scale, part)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, s, acc], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
 @gluon.constexpr_function
 def columns_of(product):
     """How many items a tile has: its outputs over `step`."""

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from tokenyard.experts.fused import packing
-from tokenyard.experts.fused.kernels.items import await_items, enough_for
+from tokenyard.experts.fused.kernels.epilogues import activate, deliver
+from tokenyard.experts.fused.kernels.items import await_items, enough_for, tile_counter
 from tokenyard.experts.fused.kernels.unpacking import INT4, decode
 
 # Newer versions of Triton have other names for them.
@@ -33,7 +33,8 @@ meet = getattr(gl, "barrier", None) or gl.thread_barrier
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
 # Rows of a tile up to which each warp multiplies by itself.
 FEW_ROWS = gl.constexpr(16)
-KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
+# In place of a pair, where a tile has no row.
+NO_ROW = gl.constexpr(0x7FFFFFFF)
 
 
 @gluon.jit
@@ -113,52 +114,6 @@ def wait_for_products(acc):
     return hopper.warpgroup_mma_wait(0, acc) if len(acc) > 1 else (hopper.warpgroup_mma_wait(0, acc),)
 
 
-@gluon.jit
-def sigmoid(x):
-    """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + gl.exp(-x))
-
-
-@gluon.jit
-def activate(gate, up, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr):
-    """A gated activation; KIND is its number in `tokenyard.experts.fused.kernels.products`."""
-    if KIND == 4:
-        gate = gl.minimum(gate, LIMIT, propagate_nan=KEEP_NAN)
-        up = gl.minimum(gl.maximum(up, -LIMIT, propagate_nan=KEEP_NAN), LIMIT, propagate_nan=KEEP_NAN)
-        return gate * sigmoid(gate * ALPHA) * (up + SHIFT)
-    if KIND == 0:
-        return gate * sigmoid(gate) * up
-    if KIND == 1:
-        return gate * 0.5 * (1.0 + gl.erf(gate * 0.7071067811865476)) * up
-    return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))) * up
-
-
-@gluon.jit
-def deliver(
-    value, place, is_row, n, weights_N, partial_sums, out, out_slots_R, out_stride,
-    H: gl.constexpr, TOP_K: gl.constexpr, HAS_OUT_SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, STORE: gl.constexpr,
-):  # fmt: skip
-    """Store results `[outputs, rows]`: rows with one expert here weighted into `out`, others into `partial_sums`."""
-    # Each thread stores eight outputs, which are neighbors in memory.
-    wide = gl.convert_layout(value.to(partial_sums.dtype.element_ty), STORE)
-    n8 = gl.convert_layout(n, gl.SliceLayout(1, STORE))
-    place8 = gl.convert_layout(gl.where(is_row, place, 0x7FFFFFFF), gl.SliceLayout(0, STORE))
-    pair8 = gl.where(place8 < 0, ~place8, place8)
-    there8 = place8 != 0x7FFFFFFF
-    where = partial_sums + pair8.to(gl.int64)[None, :] * H + n8[:, None]
-    gl.store(where, wide, mask=(n8 < H)[:, None] & (place8 < 0)[None, :])
-    line = pair8 // TOP_K
-    if HAS_OUT_SLOTS:
-        line = gl.load(out_slots_R + line, mask=there8, other=0).to(gl.int32)
-    weighted = wide.to(gl.float32)
-    if WEIGHTED:
-        weighted = weighted * gl.load(weights_N + pair8, mask=there8, other=0.0).to(gl.float32)[None, :]
-    weighted = gl.where(weighted == 0.0, 0.0, weighted)  # -0 becomes +0, as in a sum that begins at +0
-    home = out + line.to(gl.int64)[None, :] * out_stride + n8[:, None]
-    is_alone = there8 & (place8 >= 0)
-    gl.store(home, weighted.to(out.dtype.element_ty), mask=(n8 < H)[:, None] & is_alone[None, :])
-
-
 @gluon.constexpr_function
 def sums_layout(rows, warps, few):
     """The register layout of sums `[16 · warps, rows]`."""
@@ -173,62 +128,8 @@ def nothing(WARPS: gl.constexpr, N: gl.constexpr, FEW: gl.constexpr):
     return gl.zeros([WARPS * 16, N], gl.float32, sums_layout(N, WARPS, FEW))
 
 
-@gluon.jit
-def finish_tile(
-    acc, slots_R, divisors, factors, bias, weights_N, y, order_N, partial_sums,
-    expert, part, start, count, offset, y_stride,
-    COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
-    FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
-    NN: gl.constexpr, WARPS: gl.constexpr, FEW: gl.constexpr,
-):  # fmt: skip
-    """Finish the sums `[16 · WARPS, NN]` of a product: scale, add the bias, activate or weight, and store them."""
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
-    LAYOUT: gl.constexpr = sums_layout(NN, WARPS, FEW)
-    t = offset + gl.arange(0, NN, layout=gl.SliceLayout(0, LAYOUT))
-    is_row = t < count
-    place = gl.load(order_N + start + t, mask=is_row, other=0)
-    pair = gl.where(place < 0, ~place, place)
-    j = part * (WARPS * 16) + gl.arange(0, WARPS * 16, layout=gl.SliceLayout(1, LAYOUT))
-    if FIRST:
-        i = j // 16 * 8 + j % 8
-        half = j // 8 % 2
-        output = 2 * i + half if INTERLEAVED else half * COLUMNS + i
-        is_output = i < COLUMNS
-        OUTPUTS: gl.constexpr = 2 * COLUMNS
-    else:
-        output = j
-        is_output = j < COLUMNS
-        OUTPUTS: gl.constexpr = COLUMNS
-    value = acc * LEFT_OVER
-    if HAS_GLOBAL:
-        side = expert * 2 + (output >= (OUTPUTS + 1) // 2).to(gl.int32)
-        value = value * (gl.load(factors + side) / gl.load(divisors + side))[:, None]
-    if FIRST:
-        if WEIGHTED:
-            value = value * gl.load(weights_N + pair, mask=is_row, other=0.0).to(gl.float32)[None, :]
-    if HAS_BIAS:
-        where = bias + expert.to(gl.int64) * OUTPUTS + output
-        value += gl.load(where, mask=is_output, other=0.0).to(gl.float32)[:, None]
-    if FIRST:
-        gate, up = value.reshape([WARPS, 2, 8, NN]).permute([0, 2, 3, 1]).split()
-        value = activate(gate, up, ACTIVATION, LIMIT, ALPHA, SHIFT).reshape([WARPS * 8, NN])
-        value = gl.convert_layout(value.to(y.dtype.element_ty), STORE)
-        i = part * (WARPS * 8) + gl.arange(0, WARPS * 8, layout=gl.SliceLayout(1, STORE))
-        t = offset + gl.arange(0, NN, layout=gl.SliceLayout(0, STORE))
-        where = y + (start + t).to(gl.int64)[None, :] * y_stride + i[:, None]
-        gl.store(where, value, mask=(i < COLUMNS)[:, None] & (t < count)[None, :])
-    elif FINALIZE:
-        deliver(value, place, is_row, j, weights_N, partial_sums, y, slots_R, y_stride,
-                COLUMNS, TOP_K, HAS_SLOTS, WEIGHTED, STORE)  # fmt: skip
-    else:
-        where = partial_sums + pair.to(gl.int64)[None, :] * COLUMNS + j[:, None]
-        gl.store(where, value.to(partial_sums.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
-
-
 class PackedProduct(NamedTuple):
-    """The compile-time constants of a product of packed weights by persistent blocks."""
+    """The compile-time constants of a product of packed weights."""
 
     kind: int  # of weights: a constant of `kernels.unpacking`
     spans: int  # spans (of one scale each) in 64 inputs
@@ -247,36 +148,86 @@ class PackedProduct(NamedTuple):
     shift: float
 
 
+class Tiles(NamedTuple):
+    """The tiles of a product, from `tile_configs.PackedTileConfig`."""
+
+    widths: tuple[tuple[int, int], ...]  # rows of a tile, in one or two accumulators
+    groups: int
+    ahead: int
+    stages: int
+
+
 @gluon.jit
 def finish_rows(
-    sums, weights, routes, results, expert, block, start, count, offset, PRODUCT: gl.constexpr, ROWS: gl.constexpr
+    sums, weights, routes, results, expert, part, start, count, offset,
+    PRODUCT: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
-    """Call `finish_tile` for 64 outputs and some rows, with arguments in groups."""
-    y = results.inner if PRODUCT.first else results.out
-    y_stride = PRODUCT.columns if PRODUCT.first else results.out_stride
-    slots_R = results.out_slots_R if results.out_slots_R is not None else routes.order_N
-    bias = weights.bias if weights.bias is not None else routes.weights_N
-    finish_tile(
-        sums, slots_R, weights.global_scale, weights.global_factor, bias, routes.weights_N, y, routes.order_N,
-        results.partial_sums, expert, block, start, count, offset, y_stride,
-        PRODUCT.columns, PRODUCT.top_k, PRODUCT.first, PRODUCT.interleaved, results.out_slots_R is not None,
-        weights.global_scale is not None, weights.bias is not None, PRODUCT.weighted, PRODUCT.finalize,
-        PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift, ROWS, 4, False,
-    )  # fmt: skip
+    """Finish the sums `[16 · WARPS, ROWS]` of a product: scale, add the bias, activate or weight, and store them."""
+    COLUMNS: gl.constexpr = PRODUCT.columns
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
+    LAYOUT: gl.constexpr = sums_layout(ROWS, WARPS, FEW)
+    t = offset + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    is_row = t < count
+    place = gl.load(routes.order_N + start + t, mask=is_row, other=0)
+    pair = gl.where(place < 0, ~place, place)
+    j = part * (WARPS * 16) + gl.arange(0, WARPS * 16, layout=gl.SliceLayout(1, LAYOUT))
+    if PRODUCT.first:
+        i = j // 16 * 8 + j % 8
+        half = j // 8 % 2
+        output = 2 * i + half if PRODUCT.interleaved else half * COLUMNS + i
+        is_output = i < COLUMNS
+        OUTPUTS: gl.constexpr = 2 * COLUMNS
+    else:
+        output = j
+        is_output = j < COLUMNS
+        OUTPUTS: gl.constexpr = COLUMNS
+    value = sums * LEFT_OVER
+    if weights.global_scale is not None:
+        side = expert * 2 + (output >= (OUTPUTS + 1) // 2).to(gl.int32)
+        value = (
+            value * (gl.load(weights.global_factor + side) / gl.load(weights.global_scale + side))[:, None]
+        )
+    if PRODUCT.first:
+        if PRODUCT.weighted:
+            value = value * gl.load(routes.weights_N + pair, mask=is_row, other=0.0).to(gl.float32)[None, :]
+    if weights.bias is not None:
+        where = weights.bias + expert.to(gl.int64) * OUTPUTS + output
+        value += gl.load(where, mask=is_output, other=0.0).to(gl.float32)[:, None]
+    if PRODUCT.first:
+        gate, up = value.reshape([WARPS, 2, 8, ROWS]).permute([0, 2, 3, 1]).split()
+        value = activate(gate, up, PRODUCT).reshape([WARPS * 8, ROWS])
+        value = gl.convert_layout(value.to(results.inner.dtype.element_ty), STORE)
+        i = part * (WARPS * 8) + gl.arange(0, WARPS * 8, layout=gl.SliceLayout(1, STORE))
+        t = offset + gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORE))
+        where = results.inner + (start + t).to(gl.int64)[None, :] * COLUMNS + i[:, None]
+        gl.store(where, value, mask=(i < COLUMNS)[:, None] & (t < count)[None, :])
+    else:
+        if PRODUCT.finalize:
+            # Each thread stores eight outputs, which are neighbors in memory.
+            value = gl.convert_layout(value.to(results.partial_sums.dtype.element_ty), STORE)
+            j = gl.convert_layout(j, gl.SliceLayout(1, STORE))
+            place = gl.convert_layout(gl.where(is_row, place, NO_ROW), gl.SliceLayout(0, STORE))
+            is_row, is_output = place != NO_ROW, j < COLUMNS
+        deliver(
+            value, place, is_row, j, is_output, None, routes, results,
+            COLUMNS, PRODUCT.top_k, PRODUCT.weighted, PRODUCT.finalize, 0,
+        )  # fmt: skip
 
 
 @gluon.jit
 def tile_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, partial_sums, counter,
-    expert, block, start, count, x_stride, y_stride,
-    INPUTS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
-    KIND: gl.constexpr, SPANS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
-    FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BEFORE: gl.constexpr, WARPS: gl.constexpr,
+    rows, words, scales, weights, routes, results, counter, expert, block, start, count,
+    PRODUCT: gl.constexpr, TILES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, BEFORE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one tile: 16 · WARPS · GROUPS outputs × up to N0 + N1 rows."""
+    """Compute one tile: 16 · WARPS · groups outputs × up to N0 + N1 rows."""
+    KIND: gl.constexpr = PRODUCT.kind
+    SPANS: gl.constexpr = PRODUCT.spans
+    WIDTH: gl.constexpr = PRODUCT.width
+    INPUTS: gl.constexpr = PRODUCT.inputs
+    GROUPS: gl.constexpr = TILES.groups
+    AHEAD: gl.constexpr = TILES.ahead
+    STAGES: gl.constexpr = TILES.stages
     STEPS: gl.constexpr = WIDTH // 128
     NB: gl.constexpr = 2 if N1 > 0 else 1
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -288,7 +239,7 @@ def tile_product(
     held = ()
     for d in gl.static_range(AHEAD):
         held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), KIND, GROUPS, WIDTH, WARPS)
-    if not FIRST:  # the weights do not depend on the kernels before, the rows do
+    if not PRODUCT.first:  # the weights do not depend on the kernels before, the rows do
         await_items(counter, enough_for(count, BEFORE))
     buffers = ()
     for i in gl.static_range(2 * STAGES):
@@ -300,18 +251,18 @@ def tile_product(
             )
     pointers, columns, acc = (), (), ()
     # The stride is a multiple of 8; this tells the compiler, so that rows are copied 16 bytes at a time.
-    x_stride = x_stride // 8 * 8
+    x_stride = rows.stride // 8 * 8
     for b in gl.static_range(NB):
         t = gl.arange(0, N1 if b else N0, layout=gl.SliceLayout(1, COPY))
         line = start + gl.minimum(b * N0 + t, count - 1)
-        if FIRST:
-            line = gl.load(order_N + line)
-            line = gl.where(line < 0, ~line, line) // TOP_K
-            if HAS_SLOTS:
-                line = gl.load(slots_R + line)
+        if PRODUCT.first:
+            line = gl.load(routes.order_N + line)
+            line = gl.where(line < 0, ~line, line) // PRODUCT.top_k
+            if rows.slots_R is not None:
+                line = gl.load(rows.slots_R + line)
         column = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY))[None, :]
         columns = columns + (column,)
-        pointers = pointers + (x + line.to(gl.int64)[:, None] * x_stride + column,)
+        pointers = pointers + (rows.data + line.to(gl.int64)[:, None] * x_stride + column,)
     for m in gl.static_range(GROUPS):
         for b in gl.static_range(NB):
             acc = acc + (nothing(WARPS, N1 if b else N0, FEW),)
@@ -334,7 +285,7 @@ def tile_product(
             for c in gl.static_range(2):
                 after = ()
                 if FEW:
-                    rows = buffers[2 * d + c].permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT0, 2))
+                    few_rows = buffers[2 * d + c].permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT0, 2))
                 for m in gl.static_range(GROUPS):
                     if c == 0:
                         a = early[m]
@@ -342,7 +293,7 @@ def tile_product(
                         a = decode(held[4 * m + 1], held[4 * m + 3], 1, KIND, SPANS, WARPS, OPERAND0)
                     for b in gl.static_range(NB):
                         if FEW:
-                            after = after + (ampere.mma_v2(a, rows, acc[m]),)
+                            after = after + (ampere.mma_v2(a, few_rows, acc[m]),)
                         else:
                             ab = gl.convert_layout(a, OPERAND1, assert_trivial=True) if b else a
                             transposed = buffers[(2 * d + c) * NB + b].permute((1, 0))
@@ -357,58 +308,48 @@ def tile_product(
         acc = wait_for_products(acc)
     for m in gl.static_range(GROUPS):
         for b in gl.static_range(NB):
-            finish_tile(
-                acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, partial_sums,
-                expert, block * GROUPS + m, start, count, b * N0, y_stride,
-                COLUMNS, TOP_K, FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
-                ACTIVATION, LIMIT, ALPHA, SHIFT, N1 if b else N0, WARPS, FEW,
+            finish_rows(
+                acc[m * NB + b], weights, routes, results, expert, block * GROUPS + m, start, count, b * N0,
+                PRODUCT, N1 if b else N0, WARPS, FEW,
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["how_many", "max_tiles"])
+@gluon.jit(do_not_specialize=["routes"])
 def packed_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, partial_sums,
-    tiles, how_many, max_tiles, x_stride, y_stride,
-    INPUTS: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr,
-    TOP_K: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr, WIDTHS: gl.constexpr,
-    FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BEFORE: gl.constexpr, EARLY: gl.constexpr,
-    num_warps: gl.constexpr,
+    rows, weights, routes, results, PRODUCT: gl.constexpr, TILES: gl.constexpr, BEFORE: gl.constexpr,
+    EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One product of all experts: the first gathers rows and stores activations by place, the second delivers.
 
     The second waits for the rows of its tile (BEFORE, a `Counted`), not for the kernels before.
     """
     if EARLY:
-        if FIRST:
+        if PRODUCT.first:
             depends("wait")
     block, tile = gl.program_id(0), gl.program_id(1)
     # When the second product starts, all blocks of the first have waited for the sort, so its output is there.
     # All loads start at once; after the last tile they give arbitrary values.
-    expert = gl.load(tiles + tile)
-    start = gl.load(tiles + max_tiles + tile)
-    count = gl.load(tiles + 2 * max_tiles + tile)
-    if tile >= gl.load(how_many):
+    expert = gl.load(routes.tiles + tile)
+    start = gl.load(routes.tiles + routes.max_tiles + tile)
+    count = gl.load(routes.tiles + 2 * routes.max_tiles + tile)
+    if tile >= gl.load(routes.how_many):
         return
     if EARLY:  # not before a block without a tile has ended, because nobody waits for its item
         depends("launch_dependents")
-    counter = tiles + 5 * max_tiles + tile
-    u0 = expert.to(gl.int64) * (LINES // 64) + block * (num_warps // 4 * GROUPS)
-    E: gl.constexpr = scale_elements(KIND)
+    counter = routes.tiles + tile_counter(routes, tile)
+    WIDTH: gl.constexpr = PRODUCT.width
+    WIDTHS: gl.constexpr = TILES.widths
+    u0 = expert.to(gl.int64) * (PRODUCT.lines // 64) + block * (num_warps // 4 * TILES.groups)
+    words = weights.data + u0 * (WIDTH // 64 * 512)
+    scales = weights.scales + u0 * (WIDTH // 128 * 32 * scale_elements(PRODUCT.kind))
     for v in gl.static_range(len(WIDTHS)):
         if (count > (WIDTHS[v - 1][0] + WIDTHS[v - 1][1] if v else 0)) & (
             count <= WIDTHS[v][0] + WIDTHS[v][1]
         ):
             tile_product(
-                x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * 32 * E), divisors, factors,
-                bias, weights_N, y, order_N, partial_sums, counter,
-                expert, block, start, count, x_stride, y_stride,
-                INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
-                FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
-                ACTIVATION, LIMIT, ALPHA, SHIFT, GROUPS, AHEAD, STAGES, BEFORE, num_warps,
+                rows, words, scales, weights, routes, results, counter, expert, block, start, count,
+                PRODUCT, TILES, WIDTHS[v][0], WIDTHS[v][1], BEFORE, num_warps,
             )  # fmt: skip
-    if FIRST:
+    if PRODUCT.first:
         meet()
         gl.atomic_add(counter, 1, sem="release")

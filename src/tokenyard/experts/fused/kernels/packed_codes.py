@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels.items import (
+    add_scaled,
     await_items,
     count_item,
     enough_for,
@@ -165,15 +166,6 @@ def codes_at(stages, stage, offsets, GROUP: gl.constexpr):
     return a0, b0, a1, b1
 
 
-@gluon.jit
-def add_scaled(part, scale, acc):
-    """acc + part * scale, in inline assembly, so that neither LLVM nor ptxas moves it after the next wait."""
-    s, _ = gl.broadcast(scale[None, :], part)
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, s, acc], dtype=gl.float32, is_pure=False, pack=1
-    )
-
-
 @gluon.constexpr_function
 def product_layout(rows):
     """The register layout of a group's sums `[64, rows]`."""
@@ -194,7 +186,7 @@ def add_product(token, stages, stage, acc, FIRST: gl.constexpr, ROWS: gl.constex
     """Wait for a product, and add it, scaled, to acc; OTHERS products that were started later may still run."""
     part = warpgroup_mma_wait(OTHERS, [token])
     scale = stages.row_scales.index(stage).slice(FIRST, ROWS).load(gl.SliceLayout(0, product_layout(ROWS)))
-    return add_scaled(part, scale, acc)
+    return add_scaled(part, scale[None, :], acc)
 
 
 @gluon.jit
@@ -244,7 +236,7 @@ def finish_codes(
     held = gl.load(largest + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)))
     factor = (gl.maximum(held - LOWERED, 1) << 23).to(gl.float32, bitcast=True)[:, None]
     sums = gl.convert_layout(acc, SUMS, assert_trivial=True) * factor
-    finish_rows(sums, weights, routes, results, expert, block, start, count, offset, PRODUCT, ROWS)
+    finish_rows(sums, weights, routes, results, expert, block, start, count, offset, PRODUCT, ROWS, 4, False)
 
 
 @gluon.jit

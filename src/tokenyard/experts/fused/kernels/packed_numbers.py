@@ -50,13 +50,15 @@ from tokenyard.experts.fused.kernels.packed import (
 from tokenyard.experts.fused.kernels.specialized_loads import lines_of, start_tma
 from tokenyard.experts.fused.kernels.unpacking import decode_pairs, pair_operand
 
+# Groups of four warps that multiply. C's experts with 32 rows each took 688 µs with three, 711 to 851 with others.
+GROUPS = gl.constexpr(3)
+
 
 class Tiles(NamedTuple):
     """The tiles of a product, from `tile_configs.NumbersTileConfig`."""
 
-    groups: int  # groups of four warps that multiply
-    units: int  # units of 64 outputs for each group
-    widths: tuple[tuple[int, int], ...]  # rows of a tile, in one or two accumulators
+    units: int  # units of 64 outputs for each group of four warps
+    widths: tuple[int, ...]  # rows of a tile
     run: int  # rows that are loaded together
     stages: int
 
@@ -78,19 +80,13 @@ class Stages(NamedTuple):
 @gluon.constexpr_function
 def units_of(tiles):
     """How many units of 64 outputs an item has."""
-    return tiles.groups * tiles.units
+    return GROUPS.value * tiles.units
 
 
 @gluon.constexpr_function
 def across_of(product, tiles):
     """How many items a tile has along its outputs."""
-    return -(-product.lines // (64 * tiles.groups * tiles.units))
-
-
-@gluon.constexpr_function
-def most_rows(tiles):
-    """The most rows of a tile."""
-    return sum(tiles.widths[-1])
+    return -(-product.lines // (64 * units_of(tiles)))
 
 
 @gluon.constexpr_function
@@ -102,7 +98,7 @@ def room_for(rows):
 @gluon.constexpr_function
 def runs_of(tiles):
     """The most runs of rows of a tile."""
-    return -(-sum(tiles.widths[-1]) // tiles.run)
+    return -(-tiles.widths[-1] // tiles.run)
 
 
 @gluon.jit
@@ -275,22 +271,18 @@ def wait_for_older(sums, STARTED: gl.constexpr):
 @gluon.jit
 def multiply_tile(
     weights, routes, results, stages, expert, start, count, column, stage, phase,
-    GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one group's outputs of a tile of up to N0 + N1 rows."""
+    """Compute one group's outputs of a tile of up to ROWS rows."""
     STEPS: gl.constexpr = PRODUCT.width // 128
     UNITS: gl.constexpr = units_of(TILES)
     STAGES: gl.constexpr = TILES.stages
     MINE: gl.constexpr = TILES.units
-    PARTS: gl.constexpr = 2 if N1 > 0 else 1
-    OPERAND0: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N0, 4, False), 2)
-    OPERAND1: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N1 if N1 else N0, 4, False), 2)
+    SUMS: gl.constexpr = sums_layout(ROWS, 4, False)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     sums = ()
     for _ in gl.static_range(MINE):
-        for b in gl.static_range(PARTS):
-            sums = sums + (
-                gl.zeros([64, N1 if b else N0], gl.float32, sums_layout(N1 if b else N0, 4, False)),
-            )
+        sums = sums + (gl.zeros([64, ROWS], gl.float32, SUMS),)
     mbarrier.wait(stages.full.index(stage), phase)
     if PRODUCT.first:  # makes copied rows visible to the tensor cores
         fence_async_shared()
@@ -301,19 +293,15 @@ def multiply_tile(
         for n in gl.static_range(2 * MINE):
             part = stages.rows[n % 2].index(stage)
             after = ()
-            for m in gl.static_range(MINE * PARTS):
-                if m == n // 2 * PARTS:
-                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND0)
-                    transposed = part.slice(0, N0).permute((1, 0))
-                    after = after + (warpgroup_mma(a, transposed, sums[m], is_async=True),)
-                elif m // PARTS == n // 2:
-                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND1)
-                    transposed = part.slice(N0, N1).permute((1, 0))
+            for m in gl.static_range(MINE):
+                if m == n // 2:
+                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND)
+                    transposed = part.slice(0, ROWS).permute((1, 0))
                     after = after + (warpgroup_mma(a, transposed, sums[m], is_async=True),)
                 else:
                     after = after + (sums[m],)
             # After the first product there is no older one, but the wait also keeps later code from moving before it.
-            sums = wait_for_older(after, PARTS)
+            sums = wait_for_older(after, 1)
             if n < 2 * MINE - 1:
                 words, scales = words_at(stages, stage, GROUP * MINE + (n + 1) // 2, (n + 1) % 2, PRODUCT)
             else:  # words of the next stage, while the last product of this one runs
@@ -330,11 +318,10 @@ def multiply_tile(
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = coming, coming_phase
     for u in gl.static_range(MINE):
-        for b in gl.static_range(PARTS):
-            finish_rows(
-                sums[u * PARTS + b], weights, routes, results, expert, column * UNITS + GROUP * MINE + u, start, count,
-                b * N0, PRODUCT, N1 if b else N0,
-            )  # fmt: skip
+        finish_rows(
+            sums[u], weights, routes, results, expert, column * UNITS + GROUP * MINE + u, start, count, 0,
+            PRODUCT, ROWS, 4, False,
+        )  # fmt: skip
     return stage, phase
 
 
@@ -375,22 +362,16 @@ def multiply_items(
             stage, phase = pass_by(stages, stage, phase, PRODUCT, TILES)
         else:
             for v in gl.static_range(len(WIDTHS)):
-                above = count > (sum_of(WIDTHS[v - 1]) if v > 0 else 0)
-                if above & ((count <= sum_of(WIDTHS[v])) | (v == len(WIDTHS) - 1)):
+                above = count > (WIDTHS[v - 1] if v > 0 else 0)
+                if above & ((count <= WIDTHS[v]) | (v == len(WIDTHS) - 1)):
                     stage, phase = multiply_tile(
                         weights, routes, results, stages, expert, start, count, column, stage, phase,
-                        GROUP, PRODUCT, TILES, WIDTHS[v][0], WIDTHS[v][1],
+                        GROUP, PRODUCT, TILES, WIDTHS[v],
                     )  # fmt: skip
         synchronize()
         mbarrier.arrive(stages.stored.index(slot))
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         expert, start, count, column = next_expert, next_start, next_count, next_column
-
-
-@gluon.constexpr_function
-def sum_of(runs):
-    """The rows of one or two accumulators."""
-    return runs[0] + runs[1]
 
 
 @gluon.jit(do_not_specialize=["routes"])
@@ -405,7 +386,7 @@ def packed_numbers_product(
     STAGES: gl.constexpr = TILES.stages
     UNITS: gl.constexpr = units_of(TILES)
     E: gl.constexpr = scale_elements(PRODUCT.kind)
-    ROOM: gl.constexpr = room_for(most_rows(TILES))
+    ROOM: gl.constexpr = room_for(TILES.widths[-1])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -433,11 +414,11 @@ def packed_numbers_product(
     for s in gl.static_range(STAGES):
         # Arrivals: one for words by TMA, and 128 threads' copies; in the second product, one for rows by TMA.
         mbarrier.init(stages.full.index(s), count=129 if PRODUCT.first else 130)
-        mbarrier.init(stages.empty.index(s), count=TILES.groups)
+        mbarrier.init(stages.empty.index(s), count=GROUPS)
     for s in gl.static_range(2):
         mbarrier.init(stages.told.index(s), count=1)
-        mbarrier.init(stages.heard.index(s), count=TILES.groups)
-        mbarrier.init(stages.stored.index(s), count=TILES.groups)
+        mbarrier.init(stages.heard.index(s), count=GROUPS)
+        mbarrier.init(stages.stored.index(s), count=GROUPS)
     fence_async_shared()
     if EARLY:
         if PRODUCT.first:
@@ -445,16 +426,9 @@ def packed_numbers_product(
     tiles = gl.load(routes.how_many)
     if EARLY:  # after this load, because nobody waits for a block without an item
         depends("launch_dependents")
-    if TILES.groups == 2:
-        gl.warp_specialize([
-            (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, TILES)),
-            (multiply_items, (weights, routes, tiles, results, stages, 1, PRODUCT, TILES)),
-            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, tiles, stages, PRODUCT, BEFORE, TILES)),
-        ], [4, 4], [224, 56])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, TILES)),
-            (multiply_items, (weights, routes, tiles, results, stages, 1, PRODUCT, TILES)),
-            (multiply_items, (weights, routes, tiles, results, stages, 2, PRODUCT, TILES)),
-            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, tiles, stages, PRODUCT, BEFORE, TILES)),
-        ], [4, 4, 4], [152, 152, 56])  # fmt: skip
+    gl.warp_specialize([
+        (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, TILES)),
+        (multiply_items, (weights, routes, tiles, results, stages, 1, PRODUCT, TILES)),
+        (multiply_items, (weights, routes, tiles, results, stages, 2, PRODUCT, TILES)),
+        (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, tiles, stages, PRODUCT, BEFORE, TILES)),
+    ], [4, 4, 4], [152, 152, 56])  # fmt: skip

@@ -19,44 +19,9 @@ import triton
 import triton.language as tl
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
+from tokenyard.experts.fused.kernels.epilogues import activate, deliver
 from tokenyard.experts.fused.kernels.fp8_split import FP8_SPLIT, NUMBERS, split_product, store_inner
 from tokenyard.experts.fused.kernels.sorting import unsigned
-
-SWIGLU = tl.constexpr(0)
-GELU = tl.constexpr(1)
-GELU_TANH = tl.constexpr(2)
-RELU2 = tl.constexpr(3)
-SWIGLU_CLAMPED = tl.constexpr(4)
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def activate(
-    gate, up, KIND: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """The activation of float32 numbers. NaN stays NaN, for which min and max need `propagate_nan`."""
-    if KIND == SWIGLU_CLAMPED:
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        return gate * sigmoid(gate * ALPHA) * (up + SHIFT)
-    if KIND == SWIGLU:
-        value = gate * sigmoid(gate)
-    elif KIND == GELU:
-        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif KIND == GELU_TANH:
-        value = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate)))
-    else:
-        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        value = value * value
-    if GATED:
-        value *= up
-    return value
 
 
 @triton.jit
@@ -233,10 +198,9 @@ def inner_tile(
     if LAYER.gated:
         both = tl.permute(tl.reshape(acc, [OUT // 16, 2, 8, TILE]), [0, 2, 3, 1])
         gate, up = tl.split(both)
-        value = activate(gate, up, LAYER.activation, True, LAYER.limit, LAYER.alpha, LAYER.shift)
-        value = tl.reshape(value, [COLUMNS, TILE])
+        value = tl.reshape(activate(gate, up, LAYER), [COLUMNS, TILE])
     else:
-        value = activate(acc, acc, LAYER.activation, False, LAYER.limit, LAYER.alpha, LAYER.shift)
+        value = activate(acc, None, LAYER)
     if LAYER.inner != NUMBERS:
         tl.static_assert(COLUMNS == 128)
         store_inner(value, place, is_row, column, results.inner, results.inner_scales, I, 0, LAYER.inner)
@@ -244,28 +208,6 @@ def inner_tile(
         c = column * COLUMNS + tl.arange(0, COLUMNS)
         where = results.inner + place.to(tl.int64)[None, :] * I + c[:, None]
         tl.store(where, value.to(results.inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
-
-
-@triton.jit
-def deliver(value, place, is_row, n, is_output, routes, results, LAYER: tl.constexpr):
-    """Store results `[OUT, TILE]`: rows with one expert here weighted into `out`, others into `partial_sums`."""
-    partial_sums, out = results.partial_sums, results.out
-    pair = unsigned(place)
-    row = pair // LAYER.top_k
-    value = value.to(partial_sums.dtype.element_ty)
-    shared = is_row & (place < 0)
-    where = partial_sums + pair.to(tl.int64)[None, :] * LAYER.hidden + n[:, None]
-    tl.store(where, value, mask=is_output[:, None] & shared[None, :])
-    line = row
-    if results.out_slots_R is not None:
-        line = tl.load(results.out_slots_R + row, mask=is_row, other=0)
-    home = out + line.to(tl.int64)[None, :] * results.out_stride + n[:, None]
-    alone = is_row & (place >= 0)
-    weighted = value.to(tl.float32)
-    if not LAYER.weight_on_input:
-        weighted *= tl.load(routes.weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    weighted = tl.where(weighted == 0.0, 0.0, weighted)  # -0 becomes +0, as in a sum that begins at +0
-    tl.store(home, weighted.to(out.dtype.element_ty), mask=is_output[:, None] & alone[None, :])
 
 
 @triton.jit
@@ -312,10 +254,7 @@ def result_tile(
     if weights.bias is not None:
         acc += tl.load(weights.bias + expert * H + output).to(tl.float32)[:, None]
     place = tl.load(routes.order_N + place)
-    if LAYER.finalize:
-        deliver(acc, place, is_row, n, is_output, routes, results, LAYER)
-    else:
-        where = results.partial_sums + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
-        tl.store(
-            where, acc.to(results.partial_sums.dtype.element_ty), mask=is_output[:, None] & is_row[None, :]
-        )
+    deliver(
+        acc, place, is_row, n, is_output, None, routes, results,
+        H, LAYER.top_k, not LAYER.weight_on_input, LAYER.finalize, 0,
+    )  # fmt: skip

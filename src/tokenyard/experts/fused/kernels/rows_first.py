@@ -1,8 +1,11 @@
-"""The first product for many rows, as rows × outputs, with separate sums for gate and up.
+"""Both products for many rows of e4m3, as rows × outputs, with two sums of 128 outputs each.
 
 In a transposed product (`products`) a thread has many rows of a tile in its registers, and would need the scale of
 each. Here it has a few rows and many outputs, which share a scale. Blocks of e4m3 with their scales leave room
 for a tile of 128 rows × 256 outputs, and the larger the tile, the less is read from the level-2 cache.
+
+The sums of the first product are those of gate and up. Rows of the second are pairs or codes (`fp8_split`); the
+registers hold two sums, and the product of one block for one of them.
 """
 
 from __future__ import annotations
@@ -11,8 +14,15 @@ import triton
 import triton.language as tl
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.fp8_split import MASKED_FROM, NUMBERS, store_inner
-from tokenyard.experts.fused.kernels.products import activate, block_part, rows_of
+from tokenyard.experts.fused.kernels.epilogues import activate_rows, deliver
+from tokenyard.experts.fused.kernels.fp8_split import (
+    FP8_SPLIT,
+    MASKED_FROM,
+    load_split,
+    split_dot,
+    store_inner,
+)
+from tokenyard.experts.fused.kernels.products import block_part, rows_of
 
 
 @triton.jit
@@ -59,14 +69,13 @@ def rows_first_tile(
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
     KIND: tl.constexpr = LAYER.kind
-    FORMAT: tl.constexpr = LAYER.weights
     BLOCK: tl.constexpr = TILES.block
-    COLUMNS: tl.constexpr = TILES.out // 2
     W_STRIDE: tl.constexpr = TILES.stride
     W_SCALE_WIDTH: tl.constexpr = TILES.scale_width
+    tl.static_assert(TILES.out == 256)
     place, is_row, pair, line = rows_of(rows, routes, start, count, TILE, LAYER.top_k)
-    c = column * COLUMNS + tl.arange(0, COLUMNS)
-    if I % COLUMNS == 0:
+    c = column * 128 + tl.arange(0, 128)
+    if I % 128 == 0:
         i = c  # lines at equal distances, for which one address is enough
     else:
         i = tl.minimum(c, I - 1)
@@ -74,9 +83,6 @@ def rows_first_tile(
         gates, ups = 2 * i, 2 * i + 1
     else:
         gates, ups = i, I + i
-    SCALED: tl.constexpr = FORMAT == FP8_BLOCK
-    if SCALED:
-        tl.static_assert(COLUMNS == 128)
     GATE_EDGE: tl.constexpr = 64 if LAYER.interleaved else 128
     UP_EDGE: tl.constexpr = 64 if LAYER.interleaved else 128 - I % 128
     LAST: tl.constexpr = (2 * I - 1) // 128
@@ -84,42 +90,90 @@ def rows_first_tile(
     first_gate, first_up = tl.min(gates, axis=0), tl.min(ups, axis=0)
     expert = expert.to(tl.int64)
     w = weights.data + expert * (2 * I * W_STRIDE)
-    w_scales = weights.scales
-    if SCALED:
-        w_scales = w_scales + expert * (((2 * I + 127) // 128) * W_SCALE_WIDTH)
-        x_scale = rows.scales + line.to(tl.int64) * rows.scale_stride
+    w_scales = weights.scales + expert * (((2 * I + 127) // 128) * W_SCALE_WIDTH)
+    x_scale = rows.scales + line.to(tl.int64) * rows.scale_stride
     EVEN: tl.constexpr = H % BLOCK == 0
-    gate = tl.zeros([TILE, COLUMNS], tl.float32)
-    up = tl.zeros([TILE, COLUMNS], tl.float32)
+    gate = tl.zeros([TILE, 128], tl.float32)
+    up = tl.zeros([TILE, 128], tl.float32)
     for first in range(0, H, BLOCK):
         some = load_rows(rows.data, rows.scales, line, is_row, first, TILES.rows_width, rows.stride, rows.scale_stride,
-                         FORMAT, TILE, BLOCK, EVEN, KIND)  # fmt: skip
+                         FP8_BLOCK, TILE, BLOCK, EVEN, KIND)  # fmt: skip
         gate_weights = load_tile(w, w_scales, gates, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                 FORMAT, COLUMNS, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
+                                 FP8_BLOCK, 128, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
         up_weights = load_tile(w, w_scales, ups, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                               FORMAT, COLUMNS, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
-        if SCALED:
-            by_row = tl.load(x_scale + first // 128)[:, None]
-            gate_scale = block_scale(by_row, w_scales, first_gate, first, W_SCALE_WIDTH, LAST, GATE_EDGE)
-            up_scale = block_scale(by_row, w_scales, first_up, first, W_SCALE_WIDTH, LAST, UP_EDGE)
-            gate += block_part(some, gate_weights, KIND) * gate_scale
-            up += block_part(some, up_weights, KIND) * up_scale
-        elif KIND == tl.float32:
-            gate += block_part(some, gate_weights, KIND)
-            up += block_part(some, up_weights, KIND)
-        else:
-            gate = tl.dot(some, tl.trans(gate_weights), gate)
-            up = tl.dot(some, tl.trans(up_weights), up)
-    if LAYER.weight_on_input:
-        weight = tl.load(routes.weights_N + pair).to(tl.float32)[:, None]
-        gate, up = gate * weight, up * weight
+                               FP8_BLOCK, 128, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
+        by_row = tl.load(x_scale + first // 128)[:, None]
+        gate_scale = block_scale(by_row, w_scales, first_gate, first, W_SCALE_WIDTH, LAST, GATE_EDGE)
+        up_scale = block_scale(by_row, w_scales, first_up, first, W_SCALE_WIDTH, LAST, UP_EDGE)
+        gate += block_part(some, gate_weights, KIND) * gate_scale
+        up += block_part(some, up_weights, KIND) * up_scale
+    value = activate_rows(gate, up, pair, expert, gates, ups, weights, routes, LAYER)
+    store_inner(value, place, is_row, column, results.inner, results.inner_scales, I, 1, LAYER.inner)
+
+
+@triton.jit
+def deliver_rows(
+    value, place, is_row, expert, first, weights, routes, results, LAYER: tl.constexpr, OUT: tl.constexpr
+):
+    """Add the bias to results `[TILE, OUT]` from output `first` on, and store them (`deliver`)."""
+    H: tl.constexpr = LAYER.hidden
+    n = first + tl.arange(0, OUT)
     if weights.bias is not None:
-        gate += tl.load(weights.bias + expert * (2 * I) + gates).to(tl.float32)[None, :]
-        up += tl.load(weights.bias + expert * (2 * I) + ups).to(tl.float32)[None, :]
-    value = activate(gate, up, LAYER.activation, True, LAYER.limit, LAYER.alpha, LAYER.shift)
-    if LAYER.inner != NUMBERS:
-        tl.static_assert(COLUMNS == 128)
-        store_inner(value, place, is_row, column, results.inner, results.inner_scales, I, 1, LAYER.inner)
-    else:
-        where = results.inner + place.to(tl.int64)[:, None] * I + c[None, :]
-        tl.store(where, value.to(results.inner.dtype.element_ty), mask=(c < I)[None, :] & is_row[:, None])
+        bias = tl.load(weights.bias + expert.to(tl.int64) * H + n, mask=n < H, other=0.0)
+        value += bias.to(tl.float32)[None, :]
+    deliver(
+        value, place, is_row, n, n < H, None, routes, results,
+        H, LAYER.top_k, not LAYER.weight_on_input, LAYER.finalize, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_first_result_tile(
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
+    LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of the second product, and store its results (`deliver_rows`)."""
+    H: tl.constexpr = LAYER.hidden
+    I: tl.constexpr = LAYER.intermediate
+    KIND: tl.constexpr = LAYER.kind
+    W_STRIDE: tl.constexpr = TILES.stride
+    W_SCALE_WIDTH: tl.constexpr = TILES.scale_width
+    EVEN: tl.constexpr = I % 128 == 0
+    BLOCKS: tl.constexpr = (I + 127) // 128
+    SCALE_LINES: tl.constexpr = (H + 127) // 128
+    t = tl.arange(0, TILE)
+    is_row = t < count
+    place = start + tl.minimum(t, count - 1)
+    first = column * 256
+    first_lines = tl.minimum(first + tl.arange(0, 128), H - 1)
+    second_lines = tl.minimum(first + 128 + tl.arange(0, 128), H - 1)
+    expert = expert.to(tl.int64)
+    w = weights.data + expert * (H * W_STRIDE)
+    scales = weights.scales + expert * (SCALE_LINES * W_SCALE_WIDTH)
+    first_scales = scales + (2 * column) * W_SCALE_WIDTH
+    second_scales = scales + tl.minimum(2 * column + 1, SCALE_LINES - 1) * W_SCALE_WIDTH
+    inner, inner_scales = results.inner, results.inner_scales
+    row_scales = inner_scales + place.to(tl.int64) * BLOCKS
+    first_sum = tl.zeros([TILE, 128], tl.float32)
+    second_sum = tl.zeros([TILE, 128], tl.float32)
+    for block in range(BLOCKS):
+        if LAYER.inner == FP8_SPLIT:
+            high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
+        else:
+            codes = load_rows(inner, inner_scales, place, is_row, block * 128, BLOCKS * 128, BLOCKS * 128, BLOCKS,
+                              FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
+        first_weights = load_tile(w, scales, first_lines, block * 128, TILES.width, W_STRIDE, W_SCALE_WIDTH,
+                                 FP8_BLOCK, 128, 128, EVEN, KIND, TILES.unit)  # fmt: skip
+        second_weights = load_tile(w, scales, second_lines, block * 128, TILES.width, W_STRIDE, W_SCALE_WIDTH,
+                                  FP8_BLOCK, 128, 128, EVEN, KIND, TILES.unit)  # fmt: skip
+        by_row = tl.load(row_scales + block)[:, None]
+        first_scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
+        if LAYER.inner == FP8_SPLIT:
+            first_sum += split_dot(first_weights, high, low, False, KIND) * (by_row * first_scale)
+            second_sum += split_dot(second_weights, high, low, False, KIND) * (by_row * second_scale)
+        else:
+            first_sum += block_part(codes, first_weights, KIND) * (by_row * first_scale)
+            second_sum += block_part(codes, second_weights, KIND) * (by_row * second_scale)
+    place = tl.load(routes.order_N + place)
+    deliver_rows(first_sum, place, is_row, expert, first, weights, routes, results, LAYER, 128)
+    deliver_rows(second_sum, place, is_row, expert, first + 128, weights, routes, results, LAYER, 128)

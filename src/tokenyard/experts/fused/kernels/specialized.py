@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenyard.experts.fused.kernels.items import (
     Stages,
+    add_scaled,
     columns_of,
     next_stage,
     receive_place,
@@ -46,15 +47,6 @@ from tokenyard.experts.fused.kernels.items import (
 from tokenyard.experts.fused.kernels.packed import depends
 from tokenyard.experts.fused.kernels.specialized_loads import load_items
 from tokenyard.experts.fused.kernels.specialized_stores import homes_of, store_tile
-
-
-@gluon.jit
-def add_scaled(part, scale, acc):
-    """acc + part * scale, in inline assembly, so that neither LLVM nor ptxas moves it after the next wait."""
-    s, _ = gl.broadcast(scale, part)
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, s, acc], dtype=gl.float32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

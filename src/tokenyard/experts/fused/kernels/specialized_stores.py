@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tokenyard.experts.fused.kernels.epilogues import activate, deliver
 from tokenyard.experts.fused.kernels.items import synchronize
-from tokenyard.experts.fused.kernels.packed import activate
 
 # The layout of stores: 64 outputs of some rows, eight outputs per thread.
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -99,7 +99,7 @@ def store_activated(
             at, step = i, OUTPUTS
         gate += gl.load(own + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
         up += gl.load(own + step + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
-    value = activate(gate, up, PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift)
+    value = activate(gate, up, PRODUCT)
     if results.inner_scales is not None:
         largest = largest_of(value)
         if COLUMNS == 64:
@@ -146,47 +146,29 @@ def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr, ROWS: gl.
 
 
 @gluon.jit
-def deliver(
-    value, expert, left_over, first, place, weight, home, weights, results, PRODUCT: gl.constexpr
-):  # fmt: skip
-    """Store rows × 64 or 128 outputs of the second product.
-
-    Rows with one expert here go weighted into `out`, others into `partial_sums`.
-    """
+def deliver_halves(value, expert, left_over, first, homes, weights, routes, results, PRODUCT: gl.constexpr):
+    """Add the bias to rows × 64 or 128 outputs of the second product, and store them (`deliver`)."""
     OUTPUTS: gl.constexpr = PRODUCT.outputs
     ROWS: gl.constexpr = value.shape[0]
     COLUMNS: gl.constexpr = value.shape[1]
     SUMS: gl.constexpr = value.type.layout
-    partial_sums, out = results.partial_sums, results.out
+    place, weight, home = homes
     if weights.bias is not None:
         n = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
         own = weights.bias + expert.to(gl.int64) * OUTPUTS + n
         value += gl.load(own, mask=n < OUTPUTS, other=0.0).to(gl.float32)[None, :]
     is_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE)) < left_over
-    row = partial_sums + gl.where(place < 0, ~place, place).to(gl.int64) * OUTPUTS
-    if PRODUCT.finalize:
-        alone = is_row & (place >= 0)
-        is_row = is_row & (place < 0)
-        at_home = out + home.to(gl.int64) * results.out_stride
-    low, high = halves_of(value.to(partial_sums.dtype.element_ty))
+    low, high = halves_of(value.to(results.partial_sums.dtype.element_ty))
     for half in gl.static_range(COLUMNS // 64):
         wide = gl.convert_layout(low if half == 0 else high, STORE)
         c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
-        here = is_row[:, None]
+        is_output = None
         if OUTPUTS % 128 != 0:
-            here = here & (c < OUTPUTS)[None, :]
-        gl.store(row[:, None] + c[None, :], wide, mask=here)
-        if PRODUCT.finalize:
-            weighted = wide.to(gl.float32)
-            if PRODUCT.weighted:
-                weighted *= weight.to(gl.float32)[:, None]
-            weighted = gl.where(
-                weighted == 0.0, 0.0, weighted
-            )  # -0 becomes +0, as in a sum that begins at +0
-            there = alone[:, None]
-            if OUTPUTS % 128 != 0:
-                there = there & (c < OUTPUTS)[None, :]
-            gl.store(at_home[:, None] + c[None, :], weighted.to(out.dtype.element_ty), mask=there)
+            is_output = c < OUTPUTS
+        deliver(
+            wide, place, is_row, c, is_output, (home, weight), routes, results,
+            OUTPUTS, PRODUCT.top_k, PRODUCT.weighted, PRODUCT.finalize, 1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -212,11 +194,10 @@ def store_tile(
             PRODUCT,
         )
     else:
-        place, weight, home = homes
         first = column * PRODUCT.step
         own = first + (GROUP * 64 if sums0.shape[1] == 64 else 0)
-        deliver(sums0, expert, left_over, own, place, weight, home, weights, results, PRODUCT)
+        deliver_halves(sums0, expert, left_over, own, homes, weights, routes, results, PRODUCT)
         if PRODUCT.deep:
             pass
         elif PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
-            deliver(sums1, expert, left_over, own + 128, place, weight, home, weights, results, PRODUCT)
+            deliver_halves(sums1, expert, left_over, own + 128, homes, weights, routes, results, PRODUCT)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.experts.fused.kernels.products import activate, rows_of
-from tokenyard.experts.fused.kernels.rows_first_result import deliver_rows
+from tokenyard.experts.fused.kernels.epilogues import activate_rows
+from tokenyard.experts.fused.kernels.products import rows_of
+from tokenyard.experts.fused.kernels.rows_first import deliver_rows
 
 
 @triton.jit
@@ -54,16 +55,13 @@ def tma_inner_tile(
         ups = tl.reshape(w_descriptor.load([expert, 1, first_column, first]), [COLUMNS, BLOCK])
         gate = multiplied(some, gates, gate, LAYER.kind)
         up = multiplied(some, ups, up, LAYER.kind)
-    if LAYER.weight_on_input:
-        weight = tl.load(routes.weights_N + pair).to(tl.float32)[:, None]
-        gate, up = gate * weight, up * weight
     i = first_column + tl.arange(0, COLUMNS)
-    if weights.bias is not None:
-        bias = weights.bias + expert.to(tl.int64) * (2 * I)
-        at, step = (2 * i, 1) if LAYER.interleaved else (i, I)
-        gate += tl.load(bias + at, mask=i < I, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + at + step, mask=i < I, other=0.0).to(tl.float32)[None, :]
-    value = activate(gate, up, LAYER.activation, True, LAYER.limit, LAYER.alpha, LAYER.shift)
+    near = tl.minimum(i, I - 1)
+    if LAYER.interleaved:
+        gates, ups = 2 * near, 2 * near + 1
+    else:
+        gates, ups = near, I + near
+    value = activate_rows(gate, up, pair, expert, gates, ups, weights, routes, LAYER)
     where = results.inner + place.to(tl.int64)[:, None] * I + i[None, :]
     tl.store(where, value.to(results.inner.dtype.element_ty), mask=(i < I)[None, :] & is_row[:, None])
 

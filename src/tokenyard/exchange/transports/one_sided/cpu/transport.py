@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, Reason
 from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome, numbered
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.transports.one_sided import declarations
 from tokenyard.exchange.transports.one_sided.cpu.signals import Signals, control_bytes
-from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
+from tokenyard.exchange.transports.one_sided.declarations import OneSided
+from tokenyard.exchange.workspace import Region, SlotLayout, WorkspaceLayout, as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -68,24 +67,11 @@ class Workspace:
         return self._views[key]
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(OneSided[Workspace]):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
-    name = "one_sided"
     bounds_rows = True
     looks_up_ids = False  # rows go where their choices say, if these are given (`BatchRoutes.choices`)
-
-    @classmethod
-    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        return declarations.reaches(group, hosts)
-
-    @classmethod
-    def watches(cls, group: Group) -> Reason | None:
-        return declarations.watches(group)
-
-    @classmethod
-    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
-        return declarations.slot_bytes(spec)
 
     @classmethod
     def for_device(cls, device: torch.device) -> type[Transport]:
@@ -98,16 +84,7 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        self._workspace: Workspace | None = None
-
-    @property
-    def workspace(self) -> Workspace:
-        """The workspace of the layers that are served now."""
-        if self._workspace is None:
-            raise ContractError(
-                "the exchange has no workspace", expected="a plan that is open", fix="make a new plan"
-            )
-        return self._workspace
+        self._control_bytes = control_bytes(group.size)
 
     # -- The workspace -------------------------------------------------------------------------------------
 
@@ -129,25 +106,12 @@ class SharedMemoryTransport(Transport):
         """Replace the workspace. If one rank cannot allocate, all ranks raise, and the old workspace still serves."""
         self._workspace = Workspace(self.group, layout)
 
-    def layout_for(self, specs: Sequence[ExchangeSpec]) -> WorkspaceLayout:
-        """The smallest layout that serves these layers: the union of what they need."""
-        return declarations.layout_for(
-            [self.region_bytes(spec) for spec in specs],
-            control=control_bytes(self.group.size),
-            in_flight=self.in_flight,
-            guard=self.guard,
-        )
-
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Make the views of every layer's slots once, to raise now if a layer does not fit into the workspace."""
-        for spec in specs:
-            for region in range(self.in_flight):
-                try:
-                    self.workspace.dispatch(self.group.rank, spec, region)
-                    self.workspace.combine(self.group.rank, spec, region)
-                except ContractError as error:
-                    error.at(layer=spec.layer, rank=self.group.rank)
-                    raise
+        self.check_slots(specs)
+
+    def view_slots(self, spec: ExchangeSpec, region: int) -> None:
+        self.workspace.dispatch(self.group.rank, spec, region)
+        self.workspace.combine(self.group.rank, spec, region)
 
     def close(self) -> None:
         self._workspace = None
@@ -219,10 +183,6 @@ class SharedMemoryTransport(Transport):
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
         # Detached: experts may write tensors that require a gradient, which must not reach the shared views.
         return CombineBuffer(rows_SH=slots[payload.name].detach(), slots_R=slots_R)
-
-    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
-        row = self.region_bytes(batch.spec).dispatch_row
-        return [count * row for count in rows]
 
     # -- The way back --------------------------------------------------------------------------------------
 

@@ -12,12 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.workspace import Region, round_up
 
 STATE, VERDICT, ROUND, COMBINED, ARRIVED, PLACED, LEFT = range(7)
 STATUS = 8
 STATUS_WORDS = 4  # kind, flag, ranks or value, nanoseconds
 FLAGS = 16
+
+
+def phase_number(phase: Phase) -> int:
+    """The number of a phase in flags and words: 0 for a dispatch, 1 for a combine."""
+    return int(phase is Phase.COMBINE)
 
 
 class Trouble(IntEnum):

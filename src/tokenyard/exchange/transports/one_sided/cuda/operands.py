@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transports.one_sided.kernels import numerics
-from tokenyard.exchange.transports.one_sided.kernels import push as push_room
+from tokenyard.exchange.transports.one_sided.kernels import push as push_kernels
 from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import Format
 from tokenyard.gpu_kernels import aligned
@@ -60,17 +59,17 @@ class Encoding:
     def of(cls, format: Format) -> Encoding | None:
         """The encoding of unencoded rows in this format; None if no kernel encodes it."""
         if isinstance(format, PlainFormat):
-            return cls(push_room.CAST, _KINDS[format.dtype])
+            return cls(push_kernels.CAST, _KINDS[format.dtype])
         if isinstance(format, Mxfp8):
-            return cls(push_room.MXFP8, tl.float8e4nv)
+            return cls(push_kernels.MXFP8, tl.float8e4nv)
         if isinstance(format, Fp8Block128):
-            return cls(push_room.FP8_BLOCK, tl.float8e4nv, int(format.power_of_two_scales))
+            return cls(push_kernels.FP8_BLOCK, tl.float8e4nv, int(format.power_of_two_scales))
         if isinstance(format, Nvfp4):
             if format.global_scale is None:
-                return cls(push_room.NVFP4, tl.int32)
+                return cls(push_kernels.NVFP4, tl.int32)
             smallest, largest = numerics.SMALLEST_EASY_SCALE.value, numerics.LARGEST_EASY_SCALE.value
             easy = smallest <= format.global_scale <= largest
-            return cls(push_room.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
+            return cls(push_kernels.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
         return None
 
     def several(self, tiles: TileConfig, columns: int, stages: int = 1) -> TileConfig:
@@ -79,13 +78,13 @@ class Encoding:
         A block reads `columns` elements of these rows at a time; with `stages`, it reads the next while it writes some.
         """
         rows = max(1, min(8, columns // tiles.tile))
-        if rows == 1 or self.code not in (push_room.COPY, push_room.CAST):
+        if rows == 1 or self.code not in (push_kernels.COPY, push_kernels.CAST):
             return tiles
         return replace(tiles, rows=rows, stages=stages, warps=16)
 
-    def row(self, hidden: int, padded: int, tiles: TileConfig) -> push_room.Row:
+    def row(self, hidden: int, padded: int, tiles: TileConfig) -> push_kernels.Row:
         """What kernels are compiled for, for rows of this width that are cut in this way."""
-        return push_room.Row(
+        return push_kernels.Row(
             hidden,
             padded,
             self.code.value,
@@ -102,16 +101,16 @@ class Encoding:
 def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
     """The cut of a row that goes out, for elements of `encoding`, in a launch of so many rows."""
     widest, many = max(128, triton.next_power_of_2(columns)), tokens > MANY_ROWS
-    if encoding.code == push_room.NVFP4:
+    if encoding.code == push_kernels.NVFP4:
         if encoding.option == 0:  # the global scale is computed from the whole row
             return TileConfig(min(8192, widest), 1, 4)
         if tokens <= FEW_ROWS and columns % 1024 == 0:
             return TileConfig(1024, columns // 1024, 2)
         # (Tiles of 4096 on 4 warps would be a little faster; triton 3.6 compiles the second one of a row wrongly.)
         return TileConfig(min(2048, widest), 1, 2)
-    if encoding.code == push_room.COPY:
+    if encoding.code == push_kernels.COPY:
         return TileConfig(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8, streams=many)
-    if encoding.code == push_room.MXFP8:
+    if encoding.code == push_kernels.MXFP8:
         return TileConfig(min(8192 if many else 4096, widest), 1, 8 if widest >= 2048 else 4)
     return TileConfig(min(2048, widest), 1, 4)
 
@@ -123,7 +122,7 @@ def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tu
     """
     seen = placement.owners_seen_by(rank)
     width = max(most_copies, *map(len, seen))
-    bits = push_room.RANK_BITS.value
+    bits = push_kernels.RANK_BITS.value
     rows = [
         [(owner << bits) | local for owner, local in (pairs + pairs[:1] * (width - len(pairs)))]
         if pairs
@@ -160,19 +159,7 @@ class Load:
 def copied(name: str, rows: Tensor) -> Load:
     """A payload that travels as it is."""
     words = as_words(rows)
-    return Load(name, words, Encoding(push_room.COPY, _WORDS[words.element_size()][1]), words.shape[1])
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The routes of a batch as the kernels take them, and where everything goes in a dispatch region."""
-
-    ids_TK: Tensor
-    weights_TK: Tensor
-    slots_TW: Tensor
-    places: Mapping[str, int]
-    tokens: int
-    choice_counts: Tensor | None = None  # counts of choices: of nobody, then of each expert
+    return Load(name, words, Encoding(push_kernels.COPY, _WORDS[words.element_size()][1]), words.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +176,17 @@ class DispatchSlots:
         return self.spec.index | ((self.max_tokens * 2654435761 >> 12) & 0x3FF) << LAYER_BITS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReturnLayout:
     """How results of a layer come home: their encoding, where they lie in a workspace, how wide a row is."""
 
     encoding: Encoding
-    places: Mapping[str, int]
+    places: push_kernels.Places
     padded: int
 
     def place_tiles(self) -> TileConfig:
         """How a result is cut where a block encodes it, tile by tile: nvfp4 as on the way out."""
-        if self.encoding.code == push_room.NVFP4:
+        if self.encoding.code == push_kernels.NVFP4:
             return row_tiles(self.encoding, self.padded, FEW_ROWS + 1)
         return TileConfig(min(2048, max(128, triton.next_power_of_2(self.padded))), 1, 4)
 

@@ -6,14 +6,25 @@ without a wait. A status holds only numbers; the reason why a rank failed is a t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from tokenyard.errors import Drifted, InputError, PeerFailed
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival
-from tokenyard.exchange.transports.one_sided.cuda.control import DEPARTURE, ROUND, Trouble
+from tokenyard.exchange.transports.one_sided.cuda.control import (
+    DEPARTURE,
+    ROUND,
+    STATUS,
+    STATUS_WORDS,
+    VERDICT,
+    ControlLayout,
+    Trouble,
+    phase_number,
+)
 from tokenyard.exchange.transports.one_sided.cuda.operands import LAYER_BITS, DispatchSlots
-from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 
@@ -21,15 +32,41 @@ from tokenyard.routing import Routes
 class KernelReports:
     """Raises what this rank's kernels report in one workspace, and writes there why this rank failed."""
 
-    def __init__(self, group: Group, workspace: DeviceWorkspace) -> None:
-        self._group = group
-        self.workspace = workspace  # the workspace that the kernels of all ranks write into
+    def __init__(
+        self, group: Group, buffers: Sequence[Tensor], control: ControlLayout, host_status: Tensor
+    ) -> None:
+        self._group, self._buffers, self._control, self._host_status = group, buffers, control, host_status
+        words = self.words()
+        self._status = words[STATUS : STATUS + STATUS_WORDS]
+        # In the host's memory, by region and rank: rows that came, the rank's `max_tokens`, and rows that went there.
+        self.host_counts = torch.zeros(
+            control.in_flight, group.size, 3, dtype=torch.int32, pin_memory=group.device.type == "cuda"
+        )
         self.layers: list[str] = []  # the names of the layers that are served, by their numbers
+
+    def words(self, rank: int | None = None) -> Tensor:
+        """The 64-bit words of this rank's control region, or of another's."""
+        buffer = self._buffers[self._group.rank if rank is None else rank]
+        return buffer[: self._control.nbytes].view(torch.int64)
+
+    def _text(self, rank: int, phase: Phase) -> Tensor:
+        """The bytes in which a rank writes why it failed in a phase."""
+        return self._control.text(phase_number(phase)).of(self._buffers[rank])
+
+    def _read_text(self, rank: int, phase: Phase) -> str:
+        return bytes(self._text(rank, phase).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def start_reading_counts(self, slots: DispatchSlots, slots_TW: Tensor) -> None:
+        """Start to copy into the host's memory how many rows came from each rank, and went to each."""
+        start, end = self._control.counts(slots.region), self._control.counts(slots.region + 1)
+        came_W2 = self._buffers[self._group.rank][start:end].view(torch.int32).view(-1, 2)
+        sent_W1 = (slots_TW >= 0).sum(dim=0, dtype=torch.int32).unsqueeze(1)
+        self.host_counts[slots.region].copy_(torch.cat([came_W2, sent_W1], dim=1), non_blocking=True)
 
     def read_counts(self, slots: DispatchSlots) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The rows that came from each rank, and went to each: as they were last copied to the host."""
         self.raise_trouble(Trouble.FAILED)
-        came, limits, sent = self.workspace.host_counts[slots.region].t().tolist()
+        came, limits, sent = self.host_counts[slots.region].t().tolist()
         if set(limits) != {slots.max_tokens}:
             by_rank = ", ".join(f"rank {rank} has {limit}" for rank, limit in enumerate(limits))
             raise Drifted(
@@ -42,7 +79,7 @@ class KernelReports:
 
     def raise_trouble(self, least: Trouble = Trouble.BAD_IDS) -> None:
         """Raise what a kernel has reported so far, if it is at least as bad as `least`. Does not wait for kernels."""
-        kind, flag, ranks, waited = self.workspace.launcher.host_status[0].tolist()
+        kind, flag, ranks, waited = self._host_status[0].tolist()
         if kind < least:
             return
         phase = list(Phase)[flag & 1]
@@ -54,7 +91,7 @@ class KernelReports:
             self.forget()
             raise self._bad_id(ranks, f"token {flag} or one of the 63 behind it")
         stamp = _stamp(phase, flag >> 24)
-        failures = {rank: self.workspace.read_text(rank, phase).partition(stamp) for rank in who}
+        failures = {rank: self._read_text(rank, phase).partition(stamp) for rank in who}
         self.forget()
         for rank, (_, found, why) in failures.items():
             if found:
@@ -73,13 +110,13 @@ class KernelReports:
 
     def forget(self) -> None:
         """Clear the status, on the device and in the host's memory."""
-        self.workspace.status.zero_()
+        self._status.zero_()
         self._group.wait_for_device()
-        self.workspace.launcher.host_status.zero_()
+        self._host_status.zero_()
 
     def raise_bad_ids(self, arrival: Arrival) -> None:
         """Raise if this rank's kernel has told the others in the combine that an id of this rank has no expert."""
-        kind, _, ranks, _ = self.workspace.launcher.host_status[0].tolist()
+        kind, _, ranks, _ = self._host_status[0].tolist()
         if kind != Trouble.FAILED or not ranks >> self._group.rank & 1:
             return
         self.forget()
@@ -99,15 +136,22 @@ class KernelReports:
 
     def departed(self) -> bool:
         """Whether the ranks that the last report of a loss names are not lost, but have left."""
-        kind, _, ranks, _ = self.workspace.launcher.host_status[0].tolist()
+        kind, _, ranks, _ = self._host_status[0].tolist()
         return bool(kind == Trouble.LOST and ranks & DEPARTURE)
+
+    def leave(self) -> None:
+        """Write into every rank's verdict that this rank takes no further part; the first verdict stays."""
+        for rank in range(self._group.size):
+            verdict = self.words(rank)[VERDICT : VERDICT + 1]
+            verdict += torch.where(verdict == 0, DEPARTURE | 1 << self._group.rank, 0)
+        self._group.wait_for_device()
 
     def tell_failure(self, phase: Phase, layer: int, error: str) -> int:
         """Write why this rank fails in the next round of a phase; return the flag that tells the others of it."""
-        number = list(Phase).index(phase)
-        round = int(self.workspace.words()[ROUND + number]) + 1  # as the device counts
-        # The text of an older failure may still stand there: this one says of which round it is.
-        told = self.workspace.text(self._group.rank, phase)
+        number = phase_number(phase)
+        round = int(self.words()[ROUND + number]) + 1  # as the device counts
+        # The text of an older failure may still be there: this one says of which round it is.
+        told = self._text(self._group.rank, phase)
         room = told.numel()
         text = (_stamp(phase, round) + error).encode()[:room].ljust(room, b"\0")
         told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -115,7 +159,7 @@ class KernelReports:
 
     def all_told(self, phase: Phase, flag: int) -> bool:
         """Whether every rank has published this very flag in a phase."""
-        flags = self.workspace.words()[self.workspace.control.flags(list(Phase).index(phase), flag >> 24)]
+        flags = self.words()[self._control.flags(phase_number(phase), flag >> 24)]
         return bool((flags == flag).all())
 
 

@@ -14,12 +14,15 @@ a capture must be joined inside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 
 from tokenyard.group.devices import reserve_memory
+
+Term = TypeVar("Term")
 
 
 class Done:
@@ -67,3 +70,44 @@ class SideStream:
     def synchronize(self) -> None:
         """Make the host wait for all work of this stream."""
         self._stream.synchronize()
+
+
+class RankStreams:
+    """The streams of a rank beside the caller's: one for rows and results, and one for jobs that overlap with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._communication = SideStream(device, priority=-2, large_pieces=0)
+        self._computation = SideStream(device, priority=-1, large_pieces=4)
+        self._begun: Done | None = None  # the work of the caller's stream before rows were last sent
+        self.computed: Done | None = None  # the last job beside a round trip, until a sum waits for it
+
+    def phase(self, *, ahead: bool) -> AbstractContextManager[Done]:
+        """A context that launches a phase: on a side stream if the caller computes meanwhile, else on its stream."""
+        self._begun = None
+        if not ahead:
+            return nullcontext(Done())
+        self._begun = Done()
+        self._begun.mark()
+        return self._communication.fork(self._begun)
+
+    def run_overlapped(self, job: Callable[[], Term], *, tells_end: bool) -> Term:
+        """Run a job behind what the caller's stream did before rows were sent; `tells_end`: so that kernels see it."""
+        with self._computation.fork(self._begun) as self.computed:
+            if not tells_end:
+                return job()
+            self.computed.ended = torch.zeros(1, dtype=torch.int32, device=self._device)
+            term = job()
+            self.computed.ended.fill_(1)
+            return term
+
+    def join_computed(self) -> None:
+        """Make the current stream wait for the job that runs beside the round trip, because its result is read now."""
+        if self.computed is not None:
+            self.computed.join()
+        self.computed = None
+
+    def synchronize(self) -> None:
+        """Make the host wait for all work of these streams."""
+        self._communication.synchronize()
+        self._computation.synchronize()

@@ -21,33 +21,31 @@ If a rank fails, dies or drifts, every rank gets a status; kernels that find one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed, Reason
+from tokenyard.errors import HandleError, InputError, PeerFailed
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, SumAhead, UnencodedRows
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.transport import Term, Transport
-from tokenyard.exchange.transports.one_sided import declarations
-from tokenyard.exchange.transports.one_sided.cuda.control import DEPARTURE, VERDICT, ControlLayout, Trouble
+from tokenyard.exchange.transport import Term
+from tokenyard.exchange.transports.one_sided.cuda.control import ControlLayout, Trouble
 from tokenyard.exchange.transports.one_sided.cuda.graphs import CapturedGraphs
 from tokenyard.exchange.transports.one_sided.cuda.launch import Launcher
 from tokenyard.exchange.transports.one_sided.cuda.operands import LAYER_BITS, DispatchSlots, Encoding
-from tokenyard.exchange.transports.one_sided.cuda.reports import KernelReports
 from tokenyard.exchange.transports.one_sided.cuda.results import (
     DeviceResults,
     WayBack,
     choice_places,
-    slots_of,
 )
-from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done, SideStream
+from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done, RankStreams
 from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace
-from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
+from tokenyard.exchange.transports.one_sided.declarations import OneSided
+from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats.base import Format
 from tokenyard.gpu_kernels import COMPILING, aligned, is_aligned
 from tokenyard.group.base import Group, Pending
@@ -61,10 +59,9 @@ FEW_SLOTS = 1024
 MOST_TERMS = 2
 
 
-class CudaTransport(Transport):
+class CudaTransport(OneSided[DeviceWorkspace]):
     """`one_sided` between GPUs: kernels push rows into, and pull results out of, the workspaces of other ranks."""
 
-    name = "one_sided"
     looks_up_ids = True  # kernels find the rank of each choice by its id, in their tables
     reads_values = False
     counts_choices = True
@@ -74,50 +71,21 @@ class CudaTransport(Transport):
     most_terms = MOST_TERMS
 
     @classmethod
-    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        return declarations.reaches(group, hosts)
-
-    @classmethod
-    def watches(cls, group: Group) -> Reason | None:
-        return declarations.watches(group)
-
-    @classmethod
-    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
-        return declarations.slot_bytes(spec)
-
-    @classmethod
     def encodes(cls, format: Format) -> bool:
         return Encoding.of(format) is not None
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        # Reports of the kernels on the present workspace; None if there is no workspace.
-        self._reports: KernelReports | None = None
         self._control = ControlLayout(group.size, in_flight)
+        self._control_bytes = self._control.nbytes
         self._graphs = CapturedGraphs()
         self._limit: int | None = None  # tokens of a rank inside `fixed_shapes(max_tokens)`
         self._is_fixed = False
-        # Rows and results travel on the first stream; jobs that overlap with them (`run_overlapped`) run on the second.
-        self._communication = SideStream(group.device, priority=-2, large_pieces=0)
-        self._computation = SideStream(group.device, priority=-1, large_pieces=4)
-        self._begun: Done | None = None  # the work of the caller's stream before rows were last sent
-        self._computed: Done | None = None  # the last job beside a round trip, until a sum waits for it
+        self._streams = RankStreams(group.device)
+        # By layer, region and most tokens of a rank: where rows are in the workspace.
+        self._slots: dict[tuple[str, int, int], DispatchSlots] = {}
         # The phase in which this rank failed last, and the flag that told of it.
         self._failed = Phase.DISPATCH, 0
-
-    @property
-    def reports(self) -> KernelReports:
-        """The reader of what this rank's kernels report."""
-        if self._reports is None:
-            raise ContractError(
-                "the exchange has no workspace", expected="a plan that is open", fix="make a new plan"
-            )
-        return self._reports
-
-    @property
-    def workspace(self) -> DeviceWorkspace:
-        """The workspace of the layers that are served now."""
-        return self.reports.workspace
 
     @property
     def launcher(self) -> Launcher:
@@ -127,37 +95,30 @@ class CudaTransport(Transport):
     # -- The workspace -------------------------------------------------------------------------------------
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        needed, tokens = self._layout_for(specs), max(spec.max_tokens for spec in specs)
-        there = None if self._reports is None else self._reports.workspace
+        needed, tokens = self.layout_for(specs), max(spec.max_tokens for spec in specs)
+        there = self._workspace
         if there is None:
-            self._build(needed, tokens)
+            there = self._build(needed, tokens)
         elif not there.layout.suffices_for(needed) or there.launcher.max_tokens < tokens:
             self._check_graphs()
-            self._build(there.layout.union(needed), max(tokens, there.launcher.max_tokens))
-        self.reports.layers = [spec.layer for spec in specs]
-        with self.launcher.on_device():
+            there = self._build(there.layout.union(needed), max(tokens, there.launcher.max_tokens))
+        there.reports.layers = [spec.layer for spec in specs]
+        with there.launcher.on_device():
             for spec in specs:
-                self.launcher.table(spec)
+                there.launcher.table(spec)
             self.group.wait_for_device()  # tables are there for every stream, and nothing reads the old ones
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
-        needed, tokens = self._layout_for(specs), max(spec.max_tokens for spec in specs)
+        needed, tokens = self.layout_for(specs), max(spec.max_tokens for spec in specs)
         if self.workspace.layout != needed:
             self._check_graphs()
             self._build(needed, tokens)
-        self.reports.layers = [spec.layer for spec in specs]
+        self.workspace.reports.layers = [spec.layer for spec in specs]
 
-    def _layout_for(self, specs: Sequence[ExchangeSpec]) -> WorkspaceLayout:
-        return declarations.layout_for(
-            [self.region_bytes(spec) for spec in specs],
-            control=self._control.nbytes,
-            in_flight=self.in_flight,
-        )
-
-    def _build(self, layout: WorkspaceLayout, max_tokens: int) -> None:
+    def _build(self, layout: WorkspaceLayout, max_tokens: int) -> DeviceWorkspace:
         self.group.wait_for_device()  # what still uses the old workspace ends first
-        workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens, self.sms)
-        self._reports = KernelReports(self.group, workspace)
+        self._workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens, self.sms)
+        return self._workspace
 
     def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
         for spec in specs:
@@ -177,21 +138,18 @@ class CudaTransport(Transport):
                 fix="make several plans",
                 layer=over[0],
             )
-        for spec in specs:
-            for region in range(self.in_flight):
-                slots = DispatchSlots(spec=spec, region=region, max_tokens=spec.max_tokens)
-                try:
-                    self.workspace.dispatch(slots, self.group.rank)
-                    self.workspace.combine(slots, self.group.rank)
-                except ContractError as error:
-                    error.at(layer=spec.layer, rank=self.group.rank)
-                    raise
+        self.check_slots(specs)
         with self.group.patience(COMPILING):
             with self.launcher.on_device():
                 for spec in specs:
                     self.launcher.launch_each_kernel(spec)
             self.group.wait_for_device()
             self.group.barrier(phase="loading kernels")
+
+    def view_slots(self, spec: ExchangeSpec, region: int) -> None:
+        slots = self._slots_of(spec, region)
+        self.launcher.layer(slots)
+        self.workspace.dispatch(slots, self.group.rank)
 
     def _check_graphs(self) -> None:
         """Raise, on all ranks, if a captured graph still uses the workspace, which would be replaced."""
@@ -219,14 +177,13 @@ class CudaTransport(Transport):
             self._limit, self._is_fixed = before
 
     def close(self) -> None:
-        if self._reports is not None:
+        if self._workspace is not None:
             self._wait_for_device()
-        self._reports = None
+        self._workspace = None
 
     def _wait_for_device(self) -> None:
         """Return when all that this rank has launched is done."""
-        self._communication.synchronize()
-        self._computation.synchronize()
+        self._streams.synchronize()
         self.group.wait_for_device()
 
     # -- The way out ---------------------------------------------------------------------------------------
@@ -234,7 +191,7 @@ class CudaTransport(Transport):
     def send(self, batch: Batch) -> Pending[Arrival]:
         is_captured = torch.cuda.is_current_stream_capturing()
         self._raise_trouble()
-        slots = self._slots(batch.spec, batch.region)
+        workspace, slots = self.workspace, self._slots_of(batch.spec, batch.region)
         if batch.num_tokens > slots.max_tokens:
             raise InputError(
                 f"{batch.num_tokens} tokens",
@@ -247,10 +204,10 @@ class CudaTransport(Transport):
         if is_captured:
             self._graphs.note()
         is_checked = not (is_captured or self._is_fixed)
-        with self.launcher.on_device():
+        with workspace.launcher.on_device():
             rows = aligned(batch.rows.x_TH) if isinstance(batch.rows, UnencodedRows) else batch.rows
-            with self._phase_stream(batch.ahead) as done:
-                slots_TW = self.launcher.dispatch(
+            with self._streams.phase(ahead=batch.ahead) as done:
+                slots_TW = workspace.launcher.dispatch(
                     slots,
                     rows,
                     routes.topk_ids_TK,
@@ -264,29 +221,9 @@ class CudaTransport(Transport):
         done.reads = rows
         return Pending(lambda: self._arrived(batch, slots, slots_TW, done, is_checked=is_checked))
 
-    def _phase_stream(self, ahead: bool) -> AbstractContextManager[Done]:
-        """A context that launches a phase: on a side stream if the caller computes meanwhile, else on its stream."""
-        self._begun = None
-        if not ahead:
-            return nullcontext(Done())
-        self._begun = Done()
-        self._begun.mark()
-        return self._communication.fork(self._begun)
-
     def run_overlapped(self, job: Callable[[], Term]) -> Term:
-        with self.launcher.on_device(), self._computation.fork(self._begun) as self._computed:
-            if self.sms is None:
-                return job()
-            self._computed.ended = torch.zeros(1, dtype=torch.int32, device=self.group.device)
-            term = job()
-            self._computed.ended.fill_(1)
-            return term
-
-    def _join_computed(self) -> None:
-        """Make the current stream wait for the job that runs beside the round trip, because its result is read now."""
-        if self._computed is not None:
-            self._computed.join()
-        self._computed = None
+        with self.launcher.on_device():
+            return self._streams.run_overlapped(job, tells_end=self.sms is not None)
 
     def _arrived(
         self, batch: Batch, slots: DispatchSlots, slots_TW: Tensor, done: Done, *, is_checked: bool
@@ -296,24 +233,21 @@ class CudaTransport(Transport):
         problem: InputError | None = None
         in_slots = is_checked and self._gives_slots(batch, slots)
         reads = is_checked and not in_slots
-        with self.launcher.on_device():
+        workspace = self.workspace
+        with workspace.launcher.on_device():
             if batch.ahead:
                 done.join()
             if reads:
                 done.wait()
-                counts, sent = self.reports.read_counts(slots)
-            received = self.workspace.received(slots, counts if reads else None)
+                counts, sent = workspace.reports.read_counts(slots)
+            received = workspace.received(slots, counts if reads else None)
         if reads:
             try:
                 self._raise_trouble()  # bad ids of this rank: the others do not know of them yet
             except InputError as error:
                 problem = error
         way_back = WayBack(
-            slots_TW=slots_TW,
-            max_tokens=slots.max_tokens,
-            sent=sent,
-            is_checked=is_checked,
-            in_slots=in_slots,
+            slots=slots, slots_TW=slots_TW, sent=sent, is_checked=is_checked, in_slots=in_slots
         )
         return replace(batch.arrived(received, counts, way_back), problem=problem)
 
@@ -328,55 +262,54 @@ class CudaTransport(Transport):
     def counts_at_end(self, arrival: Arrival) -> tuple[Sequence[int], Sequence[int]] | None:
         if not arrival.way_back.in_slots:
             return None
-        came, sent = self.reports.read_counts(slots_of(arrival))
+        came, sent = self.workspace.reports.read_counts(arrival.way_back.slots)
         return sent, came
 
-    def _slots(self, spec: ExchangeSpec, region: int) -> DispatchSlots:
-        """The slots of a dispatch, with the limit of tokens that `fixed_shapes` sets."""
+    def _slots_of(self, spec: ExchangeSpec, region: int) -> DispatchSlots:
+        """The slots of a dispatch, with the limit of tokens that `fixed_shapes` sets; made once for each."""
         limit = spec.max_tokens if self._limit is None else min(self._limit, spec.max_tokens)
-        return DispatchSlots(spec=spec, region=region, max_tokens=limit)
+        key = (spec.layer, region, limit)
+        known = self._slots.get(key)
+        if known is None or known.spec is not spec:
+            known = self._slots[key] = DispatchSlots(spec=spec, region=region, max_tokens=limit)
+        return known
 
     def _start_reading_counts(self, slots: DispatchSlots, slots_TW: Tensor) -> None:
-        """Start to copy into the host's memory how many rows came from each rank, and went to each."""
-        sent_W1 = (slots_TW >= 0).sum(dim=0, dtype=torch.int32).unsqueeze(1)
-        read_W3 = torch.cat([self.workspace.counts(slots.region), sent_W1], dim=1)
-        self.workspace.host_counts[slots.region].copy_(read_W3, non_blocking=True)
+        self.workspace.reports.start_reading_counts(slots, slots_TW)
 
     def rows_sent(self, batch: Batch, arrival: Arrival) -> Sequence[int]:
         """Rows that went to each rank; zeros if only the device knows."""
         return arrival.way_back.sent or [0] * self.group.size
 
-    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
-        row = self.region_bytes(batch.spec).dispatch_row
-        return [count * row for count in rows]
-
     # -- The way back --------------------------------------------------------------------------------------
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
-        arrival, ahead = results.arrival, results.sum_ahead
-        just_placed = results.rows_RH is not None
-        with self.launcher.on_device():
+        arrival, ahead, launcher = results.arrival, results.sum_ahead, self.launcher
+        with launcher.on_device():
+            home = self._at_home(arrival, results)
             out_TH = None if ahead is None else self._home(arrival, ahead)
-            with self._phase_stream(out_TH is not None) as done:
+            with self._streams.phase(ahead=out_TH is not None) as home.done:
                 if results.rows_RH is not None:
-                    self.launcher.place(
-                        slots_of(arrival),
+                    launcher.place(
+                        arrival.way_back.slots,
                         results.rows_RH,
                         dense=arrival.way_back.is_checked and not arrival.way_back.in_slots,
                         places_N=choice_places(arrival.received) if arrival.spec.sums_choices else None,
                     )
                 results.on_results_written()
                 if ahead is not None and out_TH is not None:
-                    self.sum(arrival, out_TH, ahead.add, just_placed=just_placed, ahead=True)
-        return Pending(
-            lambda: DeviceResults(
-                transport=self,
-                arrival=arrival,
-                results=results,
-                just_placed=just_placed,
-                out_TH=out_TH,
-                done=done,
-            )
+                    home.start_sum(out_TH, ahead.add, ahead=True)
+                    home.out_TH = out_TH
+        return Pending(lambda: home)
+
+    def _at_home(self, arrival: Arrival, results: Results | None = None) -> DeviceResults:
+        return DeviceResults(
+            group=self.group,
+            workspace=self.workspace,
+            streams=self._streams,
+            arrival=arrival,
+            results=results,
+            just_placed=results is not None and results.rows_RH is not None,
         )
 
     def _home(self, arrival: Arrival, ahead: SumAhead) -> Tensor | None:
@@ -385,47 +318,6 @@ class CudaTransport(Transport):
             shape = (arrival.batch_tokens, arrival.spec.hidden_size)
             return torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device)
         return ahead.out_TH if is_aligned(ahead.out_TH) else None
-
-    def sum(
-        self,
-        arrival: Arrival,
-        out_TH: Tensor,
-        add: Sequence[Tensor],
-        *,
-        just_placed: bool,
-        ahead: bool = False,
-    ) -> None:
-        """Wait for the other ranks on the device, and write the sums of this rank's tokens into a contiguous tensor.
-
-        `ahead`: the caller computes meanwhile, so only one block waits for the others and leaves multiprocessors free.
-        """
-        home_slots, owners_TK = arrival.way_back.slots_TW, None
-        if arrival.spec.sums_choices:
-            routes = arrival.routes.routes
-            assert isinstance(routes, Routes)
-            home_slots, owners_TK = self.launcher.choices_at_home(
-                arrival.spec, home_slots, routes.topk_ids_TK
-            )
-        self.launcher.sum(
-            slots_of(arrival),
-            home_slots,
-            out_TH,
-            add,
-            owners_TK=owners_TK,
-            just_placed=just_placed,
-            one_block_waits=ahead,
-            before_adding=None if self._computed is None else self._join_computed,
-            ended=None if self._computed is None else self._computed.ended,
-            tells_bad_ids=arrival.way_back.in_slots,
-        )
-
-    def end(self, arrival: Arrival, done: Done | None = None) -> None:
-        """End a round: if it is checked, wait for it (for `done`, on a side stream) and raise what went wrong in it."""
-        if arrival.way_back.is_checked:
-            (self.group.wait_for_device if done is None else done.wait)()
-            if arrival.way_back.in_slots:
-                self.reports.raise_bad_ids(arrival)
-            self._raise_trouble()
 
     # -- Inside a host -------------------------------------------------------------------------------------
 
@@ -437,41 +329,38 @@ class CudaTransport(Transport):
         return False
 
     def at_home(self, arrival: Arrival) -> ResultsAtHome:
-        return DeviceResults(transport=self, arrival=arrival)
+        return self._at_home(arrival)
 
     def leave(self) -> None:
-        if self._reports is None:
-            return
-        with self.launcher.on_device():
-            for buffer in self.workspace.buffers:  # the first verdict stands
-                verdict = self.workspace.words(buffer)[VERDICT : VERDICT + 1]
-                verdict += torch.where(verdict == 0, DEPARTURE | 1 << self.group.rank, 0)
-            self.group.wait_for_device()
+        if self._workspace is not None:
+            with self.launcher.on_device():
+                self.workspace.reports.leave()
 
     def departed(self) -> bool:
-        return self._reports is not None and self._reports.departed()
+        return self._workspace is not None and self._workspace.reports.departed()
 
     # -- Failures ------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
         failure.announcements.all_met()
-        self._computed = None  # nobody reads it any more
+        self._streams.computed = None  # nothing reads it any more
         if torch.cuda.is_current_stream_capturing():
             return  # nothing runs yet: the others are capturing, too, and wait for nobody
         arrival = failure.arrival
-        slots = self._slots(failure.spec, failure.region) if arrival is None else slots_of(arrival)
+        slots = self._slots_of(failure.spec, failure.region) if arrival is None else arrival.way_back.slots
         phase = failure.announcements.mine.phase
         error = failure.announcements.mine.error
-        self._failed = phase, self.reports.tell_failure(phase, slots.layer, error)
-        with self.launcher.on_device():
-            self.launcher.signal_and_wait(slots.layer, phase, fails=1)
+        workspace = self.workspace
+        self._failed = phase, workspace.reports.tell_failure(phase, slots.layer, error)
+        with workspace.launcher.on_device():
+            workspace.launcher.signal_and_wait(slots.layer, phase, fails=1)
         self.group.wait_for_device()
-        if self.launcher.host_status[0, 0] != Trouble.LOST:
-            self.reports.forget()
+        if workspace.launcher.host_status[0, 0] != Trouble.LOST:
+            workspace.reports.forget()
 
     def all_failed(self) -> bool:
         """Whether every rank failed in the phase in which this one failed last."""
-        return self.reports.all_told(*self._failed)
+        return self.workspace.reports.all_told(*self._failed)
 
     def synchronize(self) -> None:
         """Wait for the device, and raise what went wrong in rounds that were not checked."""
@@ -480,5 +369,5 @@ class CudaTransport(Transport):
 
     def _raise_trouble(self) -> None:
         """Raise what a kernel has reported so far, without waiting for kernels."""
-        if self._reports is not None:
-            self._reports.raise_trouble()
+        if self._workspace is not None:
+            self._workspace.reports.raise_trouble()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.transports.one_sided.cuda.control import STATUS, WORD, ControlLayout
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transports.one_sided.cuda.control import ControlLayout
 from tokenyard.exchange.transports.one_sided.cuda.launch import (
     MOST_WAITING_BLOCKS,
     Launcher,
     most_waiting_blocks,
 )
 from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
+from tokenyard.exchange.transports.one_sided.cuda.reports import KernelReports
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.group.base import Group
 from tokenyard.group.devices import threads_on
@@ -33,7 +35,7 @@ def _most_waiting(group: Group) -> int:
 
 
 class DeviceWorkspace:
-    """One symmetric buffer per rank in device memory, and the launcher that works on it."""
+    """One symmetric buffer per rank in device memory, the launcher that works on it, and what its kernels report."""
 
     def __init__(
         self,
@@ -55,27 +57,32 @@ class DeviceWorkspace:
             sms=sms,
             most_waiting=_most_waiting(group),
         )
-        # In the host's memory, by region and rank: rows that came, the rank's `max_tokens`, and rows that went there.
-        self.host_counts = torch.zeros(
-            control.in_flight, group.size, 3, dtype=torch.int32, pin_memory=group.device.type == "cuda"
-        )
-        self._group, self._mine = group, self.buffers[group.rank]
-        self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.host_status[0].nbytes]
+        self.reports = KernelReports(group, self.buffers, control, self.launcher.host_status)
+        self._group = group
+        # By layer, region, most tokens and rank: views of its slots, for dispatches and combines.
+        self._views: dict[Any, tuple[ExchangeSpec, dict[str, Tensor], dict[str, Tensor]]] = {}
+
+    def _slots(self, slots: DispatchSlots, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        spec = slots.spec
+        key = (spec.layer, slots.region, slots.max_tokens, rank)
+        known = self._views.get(key)
+        if known is None or known[0] is not spec:
+            used, buffer = len(self.buffers) * slots.max_tokens, self.buffers[rank]
+            with torch.inference_mode(False):  # inference tensors could not be written outside of it
+                out = spec.dispatch_slots.views(self.layout.dispatch_region(slots.region).of(buffer))
+                back = spec.combine_slots.views(self.layout.combine_region(slots.region).of(buffer))
+                out = {name: payload[:used] for name, payload in out.items()}
+                back = {name: payload[: used * spec.results_per_row] for name, payload in back.items()}
+            known = self._views[key] = spec, out, back
+        return known[1:]
 
     def dispatch(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots of a rank's dispatch region, into which others push rows."""
-        region = self.layout.dispatch_region(slots.region)
-        return self._first(slots, slots.spec.dispatch_slots.views(region.of(self.buffers[rank])))
+        return self._slots(slots, rank)[0]
 
     def combine(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots of a rank's combine region, from which others pull results."""
-        region = self.layout.combine_region(slots.region)
-        views = slots.spec.combine_slots.views(region.of(self.buffers[rank]))
-        return self._first(slots, views, slots.spec.results_per_row)
-
-    def _first(self, slots: DispatchSlots, views: dict[str, Tensor], per_slot: int = 1) -> dict[str, Tensor]:
-        used = len(self.buffers) * slots.max_tokens * per_slot
-        return {name: payload[:used] for name, payload in views.items()}
+        return self._slots(slots, rank)[1]
 
     def received(self, slots: DispatchSlots, counts: tuple[int, ...] | None) -> ReceivedRows:
         """The received rows as views of the workspace: `counts[w]` from rank w; or, given None, every slot as a row."""
@@ -106,6 +113,7 @@ class DeviceWorkspace:
     def sample(self, slots: DispatchSlots, num_rows: int, *, in_slots: bool) -> ReceivedRows:
         """Received rows as `received` gives them, on the meta device; `in_slots`: the first slots, empty or not."""
         meta = copy(self)
+        meta._views = {}
         meta.buffers = [torch.empty(self.nbytes, dtype=torch.uint8, device="meta")] * len(self.buffers)
         if not in_slots:
             each = slots.max_tokens
@@ -128,21 +136,4 @@ class DeviceWorkspace:
         if slots.spec.combine_wire.quantized or slots.spec.sums_choices:
             return None
         (rows_SH,) = self.combine(slots, self._group.rank).values()
-        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
-
-    def counts(self, region: int) -> Tensor:
-        """What each rank told this one in a dispatch, `[W, 2]`: the rows that it sends, and its `max_tokens`."""
-        start = self.control.counts(region)
-        return self._mine[start : self.control.counts(region + 1)].view(torch.int32).view(-1, 2)
-
-    def words(self, buffer: Tensor | None = None) -> Tensor:
-        """The 64-bit words of this rank's control region, or of the one in another rank's buffer."""
-        return self.layout.control_region().of(self._mine if buffer is None else buffer).view(torch.int64)
-
-    def text(self, rank: int, phase: Phase) -> Tensor:
-        """The bytes in which a rank writes why it failed in a phase."""
-        return self.control.text(list(Phase).index(phase)).of(self.buffers[rank])
-
-    def read_text(self, rank: int, phase: Phase) -> str:
-        """Why a rank failed in a phase."""
-        return bytes(self.text(rank, phase).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+        return CombineBuffer(rows_SH=rows_SH.detach(), slots_R=slots_R)
