@@ -11,8 +11,8 @@ from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
+from tokenyard.layer.building import LocalIds
 from tokenyard.layer.compiled import call_operator
-from tokenyard.layer.receiver import LocalIds
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)

@@ -14,7 +14,7 @@ from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange import Pending
 from tokenyard.experts import ReferenceExperts
-from tokenyard.layer.sender import SharedExpertsCall
+from tokenyard.layer.call import SharedExpertsCall
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
 everything_watched = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenyard.exchange import batch as exchange_batch
 from tokenyard.experts import ReferenceExperts, workers
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats.base import EncodedRows
-from tokenyard.layer import receiver, sender
+from tokenyard.layer import call
 from tokenyard.rows import ExpertRows
 
 
@@ -171,7 +171,7 @@ def test_rows_quantized_by_nobody(monkeypatch):
 
 
 def test_rows_padded_by_somebody_else(monkeypatch):
-    real = receiver.run_experts
+    real = call.run_experts
 
     def pads(wiring, experts, received, *slots):
         with acting(Party.RECEIVER):
@@ -201,7 +201,7 @@ def scaled(**changes):
 
 def test_routed_scaling_applied_twice(monkeypatch):
     assert on_ranks(2, _logits, scaled()) == [None, None]
-    real = sender.route
+    real = call.route
 
     def routes_twice(wiring, logits):
         real(wiring, logits)

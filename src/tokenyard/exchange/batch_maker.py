@@ -12,7 +12,7 @@ from tokenyard.exchange.announcement import Announcer
 from tokenyard.exchange.batch import Batch, Part, UnencodedRows
 from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.checks import check_batch
-from tokenyard.exchange.in_flight import InFlightQueue
+from tokenyard.exchange.open_trips import InFlightQueue
 from tokenyard.exchange.passes import first_part
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.stats import LayerStats, LoadCounter

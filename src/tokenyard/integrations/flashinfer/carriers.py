@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import TokenyardError
-from tokenyard.exchange import Arrival, Exchange, ExchangeSpec, SharedMemoryTransport, Transport
+from tokenyard.exchange import Exchange, ExchangeSpec, RoundTrip, SharedMemoryTransport, Transport
 from tokenyard.formats import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.manifest import clear_unused
@@ -72,17 +72,17 @@ class Carrier(ABC):
         return buffer
 
     @abstractmethod
-    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> RoundTrip:
         """Dispatch. Each source rank sends at most `max_tokens` rows, and has that many slots."""
 
     @abstractmethod
     def mark_unused(
-        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
+        self, trip: RoundTrip, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """Write `mark` into the slots of its payload that hold no row. Subclasses say what the other payloads get."""
 
     @abstractmethod
-    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
+    def unused(self, trip: RoundTrip, max_tokens: int) -> Tensor:
         """Which slots hold no row: `[ranks, max_tokens]`."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Carrier(ABC):
         """The buffer for results of a spec in this rank's workspace: always the same, for one dispatch in flight."""
 
     @abstractmethod
-    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
+    def place(self, trip: RoundTrip, results: Tensor, payload: Tensor) -> None:
         """Copy `payload` into `results`, its place in the workspace. Both are `[W, max_tokens, H]`."""
 
     @abstractmethod
@@ -101,12 +101,10 @@ class Carrier(ABC):
     def all_need_agreement(self) -> bool:
         """Whether all ranks came to the last phase only to agree, as this one did."""
 
-    def redirect(
-        self, arrival: Arrival, spec: ExchangeSpec, max_tokens: int, *, again: bool = False
-    ) -> Arrival:
-        """Switch the one arrival in flight to results of this spec; `again`: after a combine that was refused."""
-        received = replace(arrival.received, results=self.results(spec, max_tokens))
-        return self.exchange.redirect(replace(arrival, received=received), spec, again=again)
+    def redirect(self, trip: RoundTrip, spec: ExchangeSpec, max_tokens: int, *, again: bool = False) -> None:
+        """Switch the one dispatch in flight to results of this spec; `again`: after a combine that was refused."""
+        received = replace(trip.received, results=self.results(spec, max_tokens))
+        trip.redirect(spec, received=received, again=again)
 
 
 class SharedMemoryCarrier(Carrier):
@@ -115,27 +113,27 @@ class SharedMemoryCarrier(Carrier):
     transport_class = SharedMemoryTransport
     needs_exact_tokens = True
 
-    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> RoundTrip:
         return self.exchange.dispatch(spec, rows, routes)
 
     def mark_unused(
-        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
+        self, trip: RoundTrip, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """Unused slots of the other payloads are filled with zeros."""
         for number, slots_SX in enumerate(payloads):
             value = mark.value if mark is not None and mark.payload == number else None
-            clear_unused(slots_SX, arrival.received.counts_W, max_tokens, value)
+            clear_unused(slots_SX, trip.received.counts_W, max_tokens, value)
 
-    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
-        counts_W1 = torch.tensor(arrival.received.counts_W).unsqueeze(1)
+    def unused(self, trip: RoundTrip, max_tokens: int) -> Tensor:
+        counts_W1 = torch.tensor(trip.received.counts_W).unsqueeze(1)
         return torch.arange(max_tokens) >= counts_W1
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         buffer: CombineBuffer = self.transport.results_at(spec, 0, None)  # results travel back as they are
         return buffer
 
-    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
-        for source, count in enumerate(arrival.received.counts_W):
+    def place(self, trip: RoundTrip, results: Tensor, payload: Tensor) -> None:
+        for source, count in enumerate(trip.received.counts_W):
             results[source, :count] = payload[source, :count].detach()
 
     def check_may_agree(self, what: str, error: Exception | None) -> None:
