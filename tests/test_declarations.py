@@ -34,7 +34,7 @@ from tokenyard.exchange import (
 )
 from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.batch import Batch
-from tokenyard.exchange.checks import check_batch
+from tokenyard.exchange.batch_maker import check_batch
 from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.open_trips import Usability
@@ -77,7 +77,7 @@ LIMITS = {
     "checkpoints.writer._AT_ONCE": 1_073_741_824,
     "exchange.transports.one_sided.cuda.control.MOST_RANKS": 63,
     "exchange.transports.messages._PAGE": 4096,
-    "exchange.reduce.NARROWEST_LINE": 512,
+    "exchange.results.NARROWEST_LINE": 512,
     "experts.grouped.GROUPED_MM_ALIGNMENT": 16,
     "experts.slots._ALIGNMENT": 64,
     "experts.grouped.UPCAST_ROWS": {torch.bfloat16: 16, torch.float16: 8},

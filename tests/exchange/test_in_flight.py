@@ -21,6 +21,7 @@ LAYER = SimpleNamespace(layer="next")
 def arrival(layer, round, region=0):
     """An arrival of which only the place is known."""
     return Arrival(
+        way_back=None,
         received=None,
         spec=SimpleNamespace(layer=layer),
         round=round,

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.exchange.announcement import Announcer
-from tokenyard.exchange.batch import UnencodedRows
+from tokenyard.exchange.batch import BatchRoutes, UnencodedRows
 from tokenyard.exchange.batch_maker import BatchMaker
-from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.open_trips import InFlightQueue, OpenRoundTrips, Usability
 from tokenyard.exchange.round_trip import RoundTrip

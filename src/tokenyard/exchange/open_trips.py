@@ -99,7 +99,8 @@ class Usability:
 
     def check(self, *, layer: str | None = None) -> None:
         """Raise if the plan is closed, broken, or made by another process."""
-        self.own_process.check(layer=layer)
+        if self.own_process.forks != OwnProcess.forks_now:
+            self.own_process.check(layer=layer)
         if self._closed:
             self.check_open(layer=layer)
         if self.broken_by is not None:
@@ -444,7 +445,8 @@ class OpenRoundTrips:
 
     def tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals, if these were given up, only to announce that."""
-        self._usability.own_process.check(layer=spec.layer)
+        if self._usability.own_process.forks != OwnProcess.forks_now:
+            self._usability.own_process.check(layer=spec.layer)
         for arrival, error in self.in_flight.take_given_up():
             with self._usability.waiting(spec):
                 self._announce_failed_combine(arrival, error)

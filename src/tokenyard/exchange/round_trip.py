@@ -33,10 +33,9 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import Corrupted, HandleError, PeerFailed
-from tokenyard.exchange.batch import Arrival, Batch, Part, Results, ResultsAtHome, SumAhead, UnencodedRows
-from tokenyard.exchange.batch_routes import BatchRoutes
-from tokenyard.exchange.checks import check_output, check_result, check_sum
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Part, UnencodedRows
 from tokenyard.exchange.passes import TooManyRows, more_parts, parts_for
+from tokenyard.exchange.results import Results, ResultsAtHome, SumAhead, check_output, check_result, check_sum
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Background, Pending
@@ -247,9 +246,10 @@ class RoundTrip:
             arrival = replace(arrival, part=replace(batch.part, left=batch.announcements.bound.left))
         self.arrived = arrival
         self._trips.in_flight.add(arrival)
-        if self._transport.reads_values and isinstance(batch.routes.routes, Routes):
+        reads = self._transport.reads_values
+        if reads and isinstance(batch.routes.routes, Routes):
             exchange.load.count(spec.layer, batch.routes.routes.topk_ids_TK)
-        sent = self._transport.rows_sent(batch, arrival)
+        sent = batch.routes.counts if reads else self._transport.rows_sent(batch, arrival)
         nbytes = self._transport.bytes_sent(batch, sent)
         stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, nbytes, is_next=self._is_next)
 
@@ -375,7 +375,7 @@ class RoundTrip:
                     self._trips.tell_given_up(spec)
                 raise
             self._trips.tell_given_up(spec)
-        if (counts := transport.counts_at_end(arrival)) is not None:
+        if not transport.reads_values and (counts := transport.counts_at_end(arrival)) is not None:
             arrival = replace(arrival, counts_W=tuple(counts[1]))
             nbytes = [rows * transport.region_bytes(spec).dispatch_row for rows in counts[0]]
             stats.count_rows(*counts, nbytes)

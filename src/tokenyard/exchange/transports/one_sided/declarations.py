@@ -21,12 +21,7 @@ _ORDERED_CPUS = ("x86_64", "AMD64", "i686")
 
 def slot_bytes(spec: ExchangeSpec) -> LayerBytes:
     """The memory of a layer whose rows lie in slots, payload by payload."""
-    return LayerBytes(
-        dispatch_row=sum(payload.nbytes for payload in spec.dispatch_slots.payloads),
-        combine_row=sum(payload.nbytes for payload in spec.combine_slots.payloads),
-        dispatch=spec.dispatch_slots.nbytes,
-        combine=spec.combine_slots.nbytes,
-    )
+    return spec.slot_nbytes
 
 
 def layout_for(

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed, Reason
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, SumAhead, UnencodedRows
+from tokenyard.exchange.batch import Arrival, Batch, Failure, UnencodedRows
+from tokenyard.exchange.results import Results, ResultsAtHome, SumAhead
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Term, Transport
 from tokenyard.exchange.transports.one_sided import declarations
