@@ -9,8 +9,7 @@ import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import told
 from tokenyard.duties import Duty, Ledger, Party, acting, aside, record
-from tokenyard.exchange import Exchange, RowsAtHome
-from tokenyard.exchange import batch as exchange_batch
+from tokenyard.exchange import Exchange, RowsAtHome, results
 from tokenyard.experts import ReferenceExperts, workers
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats.base import EncodedRows
@@ -234,8 +233,8 @@ def _logits(group, layer):
 
 
 def sums_with(monkeypatch, change):
-    real = exchange_batch.sum_over_ranks
-    monkeypatch.setattr(exchange_batch, "sum_over_ranks", lambda *arguments: change(real, *arguments))
+    real = results.sum_over_ranks
+    monkeypatch.setattr(results, "sum_over_ranks", lambda *arguments: change(real, *arguments))
 
 
 @pytest.mark.parametrize("exchange", WATCHED)
@@ -291,7 +290,7 @@ def test_a_caller_who_reduces_is_left_to_it(monkeypatch):
 
     def reduces_too(self):
         num_tokens = max((int(tokens.max()) + 1 for tokens in self.tokens_by_rank if len(tokens)), default=0)
-        exchange_batch.sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, torch.empty(num_tokens, 32), ())
+        results.sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, torch.empty(num_tokens, 32), ())
         return real(self)
 
     monkeypatch.setattr(RowsAtHome, "by_rank", reduces_too)

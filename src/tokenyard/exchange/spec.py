@@ -91,12 +91,12 @@ class ExchangeSpec:
 
     def first_slots(self, counts: Sequence[int]) -> list[int]:
         """The slot of each source rank's first row: windows of `max_tokens`, or with `max_rows` no gaps."""
-        return self.windows if self.max_rows is None else [0, *accumulate(counts[:-1])]
+        return list(self.windows) if self.max_rows is None else [0, *accumulate(counts[:-1])]
 
     @cached_property
-    def windows(self) -> list[int]:
+    def windows(self) -> tuple[int, ...]:
         """The slot of each source rank's first row, where there is room for all rows that may come."""
-        return [source * self.max_tokens for source in range(self.placement.world)]
+        return tuple(source * self.max_tokens for source in range(self.placement.world))
 
     @cached_property
     def dispatch_slots(self) -> SlotLayout:
