@@ -34,9 +34,10 @@ from tokenyard.exchange import (
 )
 from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.batch import Batch
-from tokenyard.exchange.checks import check_batch
+from tokenyard.exchange.batch_maker import check_batch
 from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
+from tokenyard.exchange.open_trips import Usability
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.transports.hierarchical import DeviceHierarchicalTransport
@@ -44,7 +45,6 @@ from tokenyard.exchange.transports.messages import Outgoing
 from tokenyard.exchange.transports.one_sided.cpu.signals import Signals
 from tokenyard.exchange.transports.one_sided.cuda.control import Trouble
 from tokenyard.exchange.transports.one_sided.declarations import layout_for, reaches
-from tokenyard.exchange.usability import Usability
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts, ReferenceExperts, SelfRoutingExperts
 from tokenyard.experts.activations import ACTIVATIONS, Activation
@@ -78,7 +78,7 @@ LIMITS = {
     "checkpoints.writer._AT_ONCE": 1_073_741_824,
     "exchange.transports.one_sided.cuda.control.MOST_RANKS": 63,
     "exchange.transports.messages._PAGE": 4096,
-    "exchange.reduce.NARROWEST_LINE": 512,
+    "exchange.results.NARROWEST_LINE": 512,
     "experts.grouped.GROUPED_MM_ALIGNMENT": 16,
     "experts.slots._ALIGNMENT": 64,
     "experts.grouped.UPCAST_ROWS": {torch.bfloat16: 16, torch.float16: 8},
@@ -296,13 +296,7 @@ DECLARED = {
         "num_experts": None,
         "batch_invariant": False,
     },
-    RoundTrip: {
-        "owes_dispatch": True,
-        "is_dropped": False,
-        "ended_by": None,
-        "ahead": False,
-        "takes_slots": False,
-    },
+    RoundTrip: {"takes_slots": False},
     Batch: {"ahead": False, "takes_slots": False},
     ResultNumbers: {"per_token": 1, "with_source": False},
     CombineBuffer: {"is_watched": False},
@@ -379,10 +373,11 @@ LEFT_OUT = {
     Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False, "sms": None},
     Exchange.in_use: {"layer": None, "alone": False},
-    Exchange.start_combine: {"out": None, "add": (), "ahead": True},
-    Exchange.start_dispatch: {"extra": None, "ahead": True, "takes_slots": False},
-    Exchange.redirect: {"again": False},
-    Exchange._arrive: {"is_next": False},
+    Exchange.begin: {"takes_slots": False},
+    Exchange.open: {"takes_slots": False},
+    RoundTrip.send: {"extra": None, "ahead": False},
+    RoundTrip.send_back: {"out": None, "add": (), "ahead": False},
+    RoundTrip.redirect: {"received": None, "again": False},
     LayerStats.count_dispatch: {"is_next": False},
     Usability.close: {"left": False},
     Usability.waiting: {"spec": None},

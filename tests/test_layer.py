@@ -16,8 +16,8 @@ from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import Payload
 from tokenyard.group import thread_groups
+from tokenyard.layer.building import LocalIds
 from tokenyard.layer.compiled import call_operator
-from tokenyard.layer.receiver import LocalIds
 from tokenyard.routing import GroupedSigmoidRouter, Placement
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])

@@ -17,7 +17,7 @@ from tokenyard.exchange import EXCHANGES, Pending
 from tokenyard.experts import ReferenceExperts
 from tokenyard.group import thread_groups
 from tokenyard.layer import overlapped
-from tokenyard.layer.sender import SharedExpertsCall
+from tokenyard.layer.call import SharedExpertsCall
 from tokenyard.routing import SoftmaxRouter
 
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)

@@ -9,8 +9,8 @@ import torch
 import tokenyard as ty
 from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import ContractError, InputError
-from tokenyard.exchange.checks import check_device
 from tokenyard.formats import Bf16
+from tokenyard.formats.base import check_device
 from tokenyard.routing import Placement
 from tokenyard.rows import (
     ChoiceRows,

@@ -14,8 +14,8 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.errors import Drifted, HandleError, PlanBroken
 from tokenyard.exchange import AllgatherTransport, Pending, SharedMemoryTransport, TwoSidedTransport
+from tokenyard.exchange.open_trips import Usability
 from tokenyard.exchange.passes import TooManyRows
-from tokenyard.exchange.usability import Usability
 from tokenyard.experts import ReferenceExperts
 from tokenyard.group import thread_groups
 from tokenyard.integrations.flashinfer import MoeAlltoAll
@@ -98,13 +98,13 @@ def later_calls(group, exchange):
     if group.rank == 1:
         return None
     result = built.experts(flight.received)
-    first = raised(plan.exchange.combine, flight, result)
+    first = raised(flight.combine, result)
     calls = {
         "layer": lambda: built(x_TH, routes),
         "dispatch": lambda: plan.exchange.dispatch(
             exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes
         ),
-        "combine": lambda: plan.exchange.combine(flight, result),
+        "combine": lambda: flight.combine(result),
         "extend": lambda: plan.extend([spec("more")]),
         "trim": plan.trim,
         "gather_stats": partial(gather_stats, plan),
@@ -223,16 +223,18 @@ def test_a_plan_that_cannot_tell_of_what_it_gave_up_is_broken(exchange, error, w
     flights = []
 
     def gives_up():
-        with plan.exchange.round_trip(wiring.exchange_spec) as trip:
-            flights.append(plan.exchange.dispatch(wiring.exchange_spec, trip.encode(x_TH), routes))
-            trip.dispatch(trip.encode(x_TH), routes)
+        with plan.exchange.begin(wiring.exchange_spec) as trip:
+            flights.append(
+                plan.exchange.dispatch(wiring.exchange_spec, plan.exchange.encode(trip.spec, x_TH), routes)
+            )
+            trip.dispatch(plan.exchange.encode(trip.spec, x_TH), routes)
             raise ValueError("given up")
 
     with pytest.raises(ValueError, match="given up"):
         gives_up()
     plan.exchange.usability.check()
     with pytest.raises(type(error)):
-        plan.exchange.combine(flights[0], built.experts(flights[0].received))
+        flights[0].combine(built.experts(flights[0].received))
     broken = raised(built, x_TH, routes)
     assert isinstance(broken, PlanBroken)
     assert why in str(broken)
@@ -359,8 +361,8 @@ def test_after_a_loss_nothing_is_sent_by_hand_either():
     results = ExpertRows(rows_RH=torch.zeros(2, layer.hidden_size))
     for call, *given in (
         (exchange.dispatch, wired, rows, routes),
-        (exchange.dispatch_next, arrival),
-        (exchange.combine, arrival, results),
-        (exchange.refuse, arrival, ValueError("no")),
+        (arrival.dispatch_next),
+        (arrival.combine, results),
+        (arrival.refuse, ValueError("no")),
     ):
         assert isinstance(raised(call, *given), PlanBroken)

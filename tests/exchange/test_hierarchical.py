@@ -89,7 +89,7 @@ def by_hand(group):
     routes = ty.Routes(topk_ids_TK=torch.tensor([[3, 0, 2, 1]]), topk_weights_TK=torch.ones(1, 4))
     arrival = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(torch.ones(1, 32)), routes)
     rows_RH = torch.full((4, 32), 1 + 2.0**-8 * (group.rank + 1))
-    y_TH = plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH)).y_TH
+    y_TH = arrival.combine(ExpertRows(rows_RH=rows_RH)).y_TH
     plan.close()
     return y_TH[0, 0].item()
 
@@ -116,7 +116,7 @@ def crossed(group, exchange, layer, routes):
         arrival = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(x_TH), routes)
     with Meter(group) as back:
         rows_RH = torch.zeros(arrival.received.num_rows, layer.hidden_size)
-        plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH))
+        arrival.combine(ExpertRows(rows_RH=rows_RH))
     stats, hosts = plan.stats()["moe"], group.hosts()
     (here,) = [ranks for ranks in hosts if group.rank in ranks]
     there = [rank for rank in range(group.size) if rank not in here]
@@ -302,8 +302,8 @@ def refuses(group):
     x_TH, routes = batch(spec(), 3, seed=group.rank)
     arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
     if group.rank == 1:
-        return str(raised(plan.exchange.refuse, arrival, InputError("odd", expected="even", fix="wait")))
-    return str(raised(plan.exchange.combine, arrival, layer.experts(arrival.received)))
+        return str(raised(arrival.refuse, InputError("odd", expected="even", fix="wait")))
+    return str(raised(arrival.combine, layer.experts(arrival.received)))
 
 
 def test_nobody_waits_for_the_results_of_a_rank_that_failed(monkeypatch):
@@ -578,7 +578,7 @@ def drifts_from_a_combine(group):
         x_TH, routes = batch(layers[1], 64)
         return raised(plan.exchange.dispatch, large, large.wire.encode(x_TH), routes)
     rows_RH = torch.ones(arrival.received.num_rows, layers[0].hidden_size)
-    return raised(plan.exchange.combine, arrival, ExpertRows(rows_RH=rows_RH))
+    return raised(arrival.combine, ExpertRows(rows_RH=rows_RH))
 
 
 def drifts_into_another_plan(group):

@@ -88,7 +88,7 @@ def test_what_arrives_is_that_of_other_exchanges_and_a_copy(kind):
             for _ in range(2)
         )
         given = [x_TH, routes.topk_ids_TK, routes.topk_weights_TK, *extra.values()]
-        assert (first.round, second.round) == (1, 2)
+        assert (first.arrival.round, second.arrival.round) == (1, 2)
         for arrival in (first, second):
             held = arrival.received
             rows = held.rows if held.slots_R is None else held.rows.select(held.slots_R)

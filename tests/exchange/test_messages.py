@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.errors import Drifted, GroupError, InputError, PeerFailed
-from tokenyard.exchange import EXCHANGES
+from tokenyard.exchange import EXCHANGES, RoundTrip
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.transports.messages import Mailbox, Outgoing
 from tokenyard.group import base, thread_groups
@@ -29,15 +29,16 @@ def rank_zero_waits_last(group, exchange, arrived, home):
     plan = ty.plan([layer], group, exchange=exchange)
     exchange_spec = plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 6, seed=group.rank)
-    out = plan.exchange.start_dispatch(exchange_spec, plan.exchange.encode(exchange_spec, x_TH), routes)
+    trip = RoundTrip(plan.exchange, exchange_spec)
+    trip.send(plan.exchange.encode(exchange_spec, x_TH), routes, ahead=True)
     in_time = group.rank > 0 or arrived.wait(20)
-    arrival = out.wait()
+    received = trip.receive()
     if group.rank > 0:
         arrived.set()
-    rows_RH = torch.ones(arrival.received.num_rows, layer.hidden_size)
-    back = plan.exchange.start_combine(arrival, ExpertRows(rows_RH=rows_RH))
+    rows_RH = torch.ones(received.num_rows, layer.hidden_size)
+    trip.send_back(ExpertRows(rows_RH=rows_RH), ahead=True)
     in_time = in_time and (group.rank > 0 or home.wait(20))
-    back.wait()
+    trip.result()
     if group.rank > 0:
         home.set()
     return in_time
@@ -89,7 +90,7 @@ def placed_among_late_rows(group):
         if buffer is not None:
             buffer.rows_SH[buffer.slots_R] = result.rows_RH.to(buffer.rows_SH.dtype)
             result = buffer.placed()
-        found.append(same_bits(plan.exchange.combine(arrival, result).y_TH, due))
+        found.append(same_bits(arrival.combine(result).y_TH, due))
     return found, offered
 
 

@@ -95,7 +95,7 @@ def mail_of_rounds_that_failed(group):
     wrong = ty.Routes(topk_ids_TK=routes.topk_ids_TK + 99, topk_weights_TK=routes.topk_weights_TK)
     refused = [raised(exchange.dispatch, exchange_spec, rows, wrong) for _ in range(2)]
     flights.append(exchange.dispatch(exchange_spec, rows, routes))
-    found = [exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
+    found = [flight.combine(built.experts(flight.received)).y_TH for flight in flights]
     return all(map(bool, refused)) and same_bits(*found)
 
 
@@ -128,7 +128,7 @@ def grow(group):
     old = plan.exchange.transport.workspace
     plan.extend([spec("b", **LARGE)])
     grown = plan.exchange.transport.workspace
-    stale = raised(plan.exchange.combine, flight, ExpertRows(rows_RH=torch.zeros(0)))
+    stale = raised(flight.combine, ExpertRows(rows_RH=torch.zeros(0)))
     plan.extend([spec("c", **SMALL)])
     kept = plan.exchange.transport.workspace
     works = [right(plan, spec(n, **c), 5, group.rank) for n, c in (("a", SMALL), ("b", LARGE), ("c", SMALL))]
@@ -276,15 +276,15 @@ def in_place(group, exchange):
     buffer = flight.received.results
     result = built.experts(flight.received)
     buffer.rows_SH[buffer.slots_R] = result.rows_RH.to(buffer.rows_SH.dtype)
-    y_TH = exchange.combine(flight, buffer.placed()).y_TH
+    y_TH = flight.combine(buffer.placed()).y_TH
 
     flight = exchange.dispatch(built.wiring.exchange_spec, rows, routes)
-    wrong = str(raised(exchange.combine, flight, buffer.placed()))  # the buffer of the last dispatch
+    wrong = str(raised(flight.combine, buffer.placed()))  # the buffer of the last dispatch
 
     other = build(plan, "back")
     flight = exchange.dispatch(other.wiring.exchange_spec, rows, routes)
     nowhere = flight.received.results
-    exchange.combine(flight, other.experts(flight.received))
+    flight.combine(other.experts(flight.received))
     return same_bits(y_TH, expected), wrong, nowhere
 
 
@@ -310,7 +310,7 @@ def two_buffers(group, exchange):
     buffers = [flight.received.results for flight in flights]
     for flight, buffer in zip(flights, buffers, strict=True):
         buffer.rows_SH[buffer.slots_R] = built.experts(flight.received).rows_RH.to(buffer.rows_SH.dtype)
-    found = [exchange.combine(f, b.placed()).y_TH for f, b in zip(flights, buffers, strict=True)]
+    found = [f.combine(b.placed()).y_TH for f, b in zip(flights, buffers, strict=True)]
     return all(map(same_bits, found, expected))
 
 

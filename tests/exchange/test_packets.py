@@ -4,7 +4,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, spec
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import BatchRoutes
 from tokenyard.group import thread_groups
 from tokenyard.routing import Placement
 from tokenyard.rows import RoutingLogits

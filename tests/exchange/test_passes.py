@@ -319,12 +319,12 @@ def call_next_too_often(group):
     x_TH, routes = batch(layer, 4, seed=group.rank)
     wire = plan.wiring("moe").exchange_spec
     arrival = exchange.dispatch(wire, exchange.encode(wire, x_TH), routes)
-    passes, y_TH = 1, exchange.combine(arrival, built.experts(arrival.received)).y_TH
+    passes, y_TH = 1, arrival.combine(built.experts(arrival.received)).y_TH
     while arrival.has_more:
-        arrival = exchange.dispatch_next(arrival)
-        exchange.combine(arrival, built.experts(arrival.received), out=y_TH)
+        arrival.dispatch_next()
+        arrival.combine(built.experts(arrival.received), out=y_TH)
         passes += 1
-    return passes, same_bits(y_TH, built(x_TH, routes)), str(raised(exchange.dispatch_next, arrival))
+    return passes, same_bits(y_TH, built(x_TH, routes)), str(raised(arrival.dispatch_next))
 
 
 def test_passes_can_be_made_by_hand_and_end():
@@ -343,11 +343,12 @@ def test_an_arrival_says_which_tokens_went_out(max_rows, tokens):
     plan = ty.plan([layer], thread_groups(1)[0], exchange="two_sided", max_rows=max_rows)
     exchange, wire = plan.exchange, plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 3)
-    arrivals = [exchange.dispatch(wire, exchange.encode(wire, x_TH), routes)]
-    while arrivals[-1].has_more:
-        rows_RH = torch.zeros(arrivals[-1].received.num_rows, 32)
-        exchange.combine(arrivals[-1], ExpertRows(rows_RH=rows_RH))
-        arrivals.append(exchange.dispatch_next(arrivals[-1]))
+    trip = exchange.dispatch(wire, exchange.encode(wire, x_TH), routes)
+    arrivals = [trip.arrival]
+    while trip.has_more:
+        trip.combine(ExpertRows(rows_RH=torch.zeros(trip.received.num_rows, 32)))
+        trip.dispatch_next()
+        arrivals.append(trip.arrival)
     assert [arrival.tokens for arrival in arrivals] == tokens
     assert {arrival.batch_tokens for arrival in arrivals} == {3}
     first = arrivals[0].round
@@ -363,10 +364,11 @@ def test_the_next_pass_waits_for_the_combine_of_the_one_before(exchange):
     wire = plan.wiring("moe").exchange_spec
     arrival = plan.exchange.dispatch(wire, plan.exchange.encode(wire, x_TH), routes)
     assert arrival.has_more
-    early = raised(plan.exchange.dispatch_next, arrival)
+    early = raised(arrival.dispatch_next)
     assert "layer 'moe', rank 0: 1 dispatch in flight already (of 'moe')" in str(early)
-    plan.exchange.combine(arrival, ExpertRows(rows_RH=torch.zeros(arrival.received.num_rows, 32)))
-    assert not plan.exchange.dispatch_next(arrival).has_more
+    arrival.combine(ExpertRows(rows_RH=torch.zeros(arrival.received.num_rows, 32)))
+    arrival.dispatch_next()
+    assert not arrival.has_more
 
 
 # -- Memory --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tokenyard.exchange import reduce
+from tokenyard.exchange import results
 from tokenyard.formats import EncodedRows, get
 from tokenyard.rows import RankRows
 
@@ -32,8 +32,8 @@ def check_sum(rows, tokens, num_tokens, wire, *, in_place, dtype=None):
         EncodedRows(format=get(wire), hidden_size=hidden_size, payloads={"data": some_NH}) for some_NH in rows
     ]
     out_TH = torch.full((num_tokens, hidden_size), 7.0, dtype=dtype)
-    assert (reduce._table_of(home, out_TH) is not None) == in_place
-    reduce.sum_over_ranks(home, tokens, out_TH, ())
+    assert (results._table_of(home, out_TH) is not None) == in_place
+    results.sum_over_ranks(home, tokens, out_TH, ())
     twin = RankRows(
         rows_by_rank=tuple(some_NH.float() for some_NH in rows),
         tokens_by_rank=tuple(tokens),
@@ -69,7 +69,7 @@ def test_rows_of_several_lines_of_the_table(hidden_size, gap, lines):
     home = [
         EncodedRows(format=get("bf16"), hidden_size=hidden_size, payloads={"data": some}) for some in rows
     ]
-    table = reduce._table_of(home, torch.empty(50, hidden_size, dtype=torch.bfloat16))
+    table = results._table_of(home, torch.empty(50, hidden_size, dtype=torch.bfloat16))
     assert table.lines_per_row == lines
     # From the first row of any rank to the last one, and not a byte more.
     ends = [some.data_ptr() + ((len(some) - 1) * some.stride(0) + hidden_size) * 2 for some in rows]
@@ -103,8 +103,8 @@ def test_ranks_in_any_order_of_memory_and_one_without_rows():
 def test_blocks_change_no_bit(gap, in_place, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5, gap=gap)
-    monkeypatch.setattr(reduce, "TABLE_BLOCK", 7 * 512)
-    monkeypatch.setattr(reduce, "BLOCK", 7 * 512)
+    monkeypatch.setattr(results, "TABLE_BLOCK", 7 * 512)
+    monkeypatch.setattr(results, "BLOCK", 7 * 512)
     check_sum(rows, tokens, 50, "bf16", in_place=in_place)
 
 
@@ -112,8 +112,8 @@ def test_blocks_change_no_bit(gap, in_place, monkeypatch):
 def test_rows_that_are_wider_than_a_block(gap, in_place, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     rows, tokens = rows_of_ranks(draw, 3, 5, 512, torch.bfloat16, share=0.8, gap=gap)
-    monkeypatch.setattr(reduce, "TABLE_BLOCK", 100)
-    monkeypatch.setattr(reduce, "BLOCK", 100)
+    monkeypatch.setattr(results, "TABLE_BLOCK", 100)
+    monkeypatch.setattr(results, "BLOCK", 100)
     check_sum(rows, tokens, 5, "bf16", in_place=in_place)
 
 
@@ -137,7 +137,7 @@ def test_a_sum_of_zeros_is_plus_zero_and_a_tiny_negative_one_rounds_to_minus_zer
     decoded = home[0].decode(torch.float32)
     due_TH = (torch.zeros_like(decoded) + decoded * world).to(dtype)
     out_TH = torch.full(due_TH.shape, 7.0, dtype=dtype)
-    reduce.sum_over_ranks(home, tokens, out_TH, ())
+    results.sum_over_ranks(home, tokens, out_TH, ())
     as_bits = BITS[dtype.itemsize]
     assert torch.equal(out_TH.view(as_bits), due_TH.view(as_bits))
     assert not out_TH[0, :128].signbit().any()
@@ -173,7 +173,7 @@ def test_what_is_added_comes_behind_all_rows_and_before_the_rounding(wire, world
     for term_TH in add:
         sums_TH = sums_TH + term_TH.detach().float()
     out_TH = torch.full((9, 96), 7.0).bfloat16()
-    assert reduce.sum_over_ranks(home, tokens, out_TH, add) is out_TH
+    assert results.sum_over_ranks(home, tokens, out_TH, add) is out_TH
     assert torch.equal(out_TH, sums_TH.bfloat16())
 
 
@@ -181,12 +181,12 @@ _WITHOUT_WARNINGS = """
 import sys, warnings, torch
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    from tokenyard.exchange import reduce
+    from tokenyard.exchange import results
     from tokenyard.formats import Bf16
     home = [Bf16().encode(rows) for rows in torch.ones(2, 2, 512).bfloat16()]
     tokens, out = [torch.arange(2)] * 2, torch.empty(2, 512).bfloat16()
-    assert reduce._table_of(home, out) is not None
-    y = reduce.sum_over_ranks(home, tokens, out, ())
+    assert results._table_of(home, out) is not None
+    y = results.sum_over_ranks(home, tokens, out, ())
 assert y.eq(2).all()
 print([str(one.message) for one in told])
 """

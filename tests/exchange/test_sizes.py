@@ -8,7 +8,8 @@ import torch
 from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherTransport, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.checks import check_batch, check_output, check_writable
+from tokenyard.exchange.batch_maker import check_batch
+from tokenyard.exchange.results import check_output, check_writable
 from tokenyard.exchange.stats import LayerStats, LoadCounter, MoveStats
 from tokenyard.exchange.transports.forwarding import inside_spec
 from tokenyard.exchange.transports.hierarchical import DeviceHierarchicalTransport, HierarchicalTransport

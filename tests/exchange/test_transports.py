@@ -75,14 +75,14 @@ def along_the_same_routes(group, exchange):
     x_TH, routes = batch(layer, 5 - group.rank, seed=group.rank)
     other_TH = torch.randn_like(x_TH)
     first = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
-    plan.exchange.combine(first, ExpertRows(rows_RH=first.received.dense().decode()))
+    first.combine(ExpertRows(rows_RH=first.received.dense().decode()))
     found = []
-    for known in (routes, first.routes):
+    for known in (routes, first.arrival.routes):
         arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(other_TH), known)
         rows_RH = arrival.received.dense().decode()
-        home = plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH)).y_TH
+        home = arrival.combine(ExpertRows(rows_RH=rows_RH)).y_TH
         found.append((rows_RH.clone(), arrival.received.routes.ids_RK.clone(), home))
-    return all(same_bits(*pair) for pair in zip(*found, strict=True)), first.routes.num_tokens
+    return all(same_bits(*pair) for pair in zip(*found, strict=True)), first.arrival.routes.num_tokens
 
 
 @every_exchange
@@ -96,9 +96,9 @@ def routes_of_elsewhere(group):
     x_TH, routes = batch(here, 3, seed=group.rank)
     wire = plan.wiring("moe").wire
     arrival = plan.exchange.dispatch(plan.wiring("moe").exchange_spec, wire.encode(x_TH), routes)
-    plan.exchange.combine(arrival, ExpertRows(rows_RH=arrival.received.dense().decode()))
+    arrival.combine(ExpertRows(rows_RH=arrival.received.dense().decode()))
     other = plan.wiring("other").exchange_spec
-    return str(raised(plan.exchange.dispatch, other, wire.encode(x_TH), arrival.routes))
+    return str(raised(plan.exchange.dispatch, other, wire.encode(x_TH), arrival.arrival.routes))
 
 
 def test_routes_of_a_layer_whose_experts_are_elsewhere_are_refused():
@@ -127,7 +127,7 @@ def test_as_many_tensors_are_added_as_a_transport_can():
 
     def combined(terms):
         arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
-        return plan.exchange.combine(arrival, layer.experts(arrival.received), add=[x_TH] * terms).y_TH
+        return arrival.combine(layer.experts(arrival.received), add=[x_TH] * terms).y_TH
 
     assert not torch.equal(combined(1), combined(0))
     assert "2 tensors to add; expected at most 1 on a GPU" in str(raised(combined, 2))
@@ -156,11 +156,11 @@ def refused_by_one(group, exchange):
     arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
     if group.rank == 1:
         with pytest.raises(ValueError, match="no such results") as caught:
-            plan.exchange.refuse(arrival, ValueError("no such results"))
+            arrival.refuse(ValueError("no such results"))
         said = caught.value
     else:
-        said = raised(plan.exchange.combine, arrival, layer.experts(arrival.received))
-    gone = raised(plan.exchange.combine, arrival, layer.experts(arrival.received))
+        said = raised(arrival.combine, layer.experts(arrival.received))
+    gone = raised(arrival.combine, layer.experts(arrival.received))
     return str(said), str(gone), bool(layer(x_TH, routes).any())
 
 
@@ -217,8 +217,8 @@ def test_what_arrives_wants_no_gradient_and_round_trips_leave_nothing_open(excha
     wants = ty.Routes(
         topk_ids_TK=routes.topk_ids_TK, topk_weights_TK=routes.topk_weights_TK.clone().requires_grad_()
     )
-    with plan.exchange.round_trip(wiring.exchange_spec) as trip:
-        received = trip.dispatch(trip.encode(x_TH), wants)
+    with plan.exchange.begin(wiring.exchange_spec) as trip:
+        received = trip.dispatch(plan.exchange.encode(trip.spec, x_TH), wants)
         assert not received.routes.weights_RK.requires_grad
         home = trip.combine(built.experts(received)).y_TH
     assert plan.exchange.trips._open == []

@@ -10,7 +10,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.errors import ConcurrentUse, PeerFailed
-from tokenyard.exchange import EXCHANGES, LocalTransport, Pending
+from tokenyard.exchange import EXCHANGES, LocalTransport, Pending, RoundTrip
 from tokenyard.experts import ReferenceExperts
 from tokenyard.group import thread_groups
 from tokenyard.planning import gather_stats
@@ -32,7 +32,7 @@ def out_of_turn(group, exchange):
     expected = first(x_TH, routes)
     flight = plan.exchange.dispatch(first.wiring.exchange_spec, first.wiring.wire.encode(x_TH), routes)
     refused = raised(second, x_TH, routes)
-    home = plan.exchange.combine(flight, first.experts(flight.received)).y_TH
+    home = flight.combine(first.experts(flight.received)).y_TH
     inside = raised(nested, x_TH, routes)
     return str(refused), str(inside), same_bits(home, expected), same_bits(first(x_TH, routes), expected)
 
@@ -55,11 +55,11 @@ def combined_too_early(group, exchange):
     built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5, seed=group.rank)
     expected = built(x_TH, routes)
-    with plan.exchange.round_trip(exchange_spec) as trip:
+    with plan.exchange.begin(exchange_spec) as trip:
         flight = plan.exchange.dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes)
-        received = trip.dispatch(trip.encode(x_TH), routes)
+        received = trip.dispatch(plan.exchange.encode(trip.spec, x_TH), routes)
         early = raised(trip.combine, built.experts(received))
-        home = plan.exchange.combine(flight, built.experts(flight.received)).y_TH
+        home = flight.combine(built.experts(flight.received)).y_TH
         again = trip.combine(built.experts(received)).y_TH
     return str(early), same_bits(home, expected), same_bits(again, expected)
 
@@ -82,13 +82,13 @@ def escapes_too_early(group, exchange):
     flights = []
 
     def round_trip():
-        with plan.exchange.round_trip(exchange_spec) as trip:
+        with plan.exchange.begin(exchange_spec) as trip:
             flights.append(plan.exchange.dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes))
-            trip.combine(built.experts(trip.dispatch(trip.encode(x_TH), routes)))
+            trip.combine(built.experts(trip.dispatch(plan.exchange.encode(trip.spec, x_TH), routes)))
 
     early, flight = raised(round_trip), flights[0]
     assert "an earlier dispatch is still in flight" in str(early)
-    home = plan.exchange.combine(flight, built.experts(flight.received)).y_TH
+    home = flight.combine(built.experts(flight.received)).y_TH
     return same_bits(home, expected), same_bits(built(x_TH, routes), expected)
 
 
@@ -123,14 +123,14 @@ def finds_a_problem(group, exchange):
 
     if group.rank == 1:
         transport.send, transport.fail = send_odd, fail_noted
-    started = [plan.exchange.start_dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes) for _ in "ab"]
+    first, second = [RoundTrip(plan.exchange, exchange_spec) for _ in "ab"]
+    for trip in (first, second):
+        trip.send(encoded(plan, "moe", x_TH), routes, ahead=True)
     try:
-        arrival = started[0].wait()
-        error = raised(plan.exchange.combine, arrival, built.experts(arrival.received))
+        error = raised(first.combine, built.experts(first.receive()))
     except ValueError as found:
         error = found
-    arrival = started[1].wait()
-    home = plan.exchange.combine(arrival, built.experts(arrival.received)).y_TH
+    home = second.combine(built.experts(second.receive())).y_TH
     return str(error), order, same_bits(home, expected), same_bits(built(x_TH, routes), expected)
 
 
@@ -193,11 +193,11 @@ def test_what_was_given_up_is_told_when_its_turn_has_come(refuses):
     x_TH, routes = batch(spec(), 5)
     layer = plan.wiring("moe").exchange_spec
     first, second = (exchange.dispatch(layer, encoded(plan, "moe", x_TH), routes) for _ in "ab")
-    exchange._in_flight.give_up(second, ValueError("late"))
+    exchange._in_flight.give_up(second.arrival, ValueError("late"))
     exchange.transport.refuses = refuses
-    error = raised(exchange.combine, first, built.experts(first.received))
+    error = raised(first.combine, built.experts(first.received))
     assert isinstance(error, PeerFailed) == refuses
-    assert exchange.transport.told == [(second.round, "ValueError: late")]
+    assert exchange.transport.told == [(second.arrival.round, "ValueError: late")]
     assert second not in exchange._in_flight
 
 
@@ -222,9 +222,9 @@ def test_a_batch_that_was_dropped_after_its_results_were_sent_is_an_error_of_the
     plan = ty.plan([spec(experts="reference")], thread_groups(1)[0], in_flight=2)
     built, exchange = build(plan, "moe"), plan.exchange
     x_TH, routes = batch(spec(), 5)
-    trip = exchange.open_round_trip(plan.wiring("moe").exchange_spec)
-    trip.send(x_TH, routes)
-    trip.start_combine(built.experts(trip.received()))
+    trip = exchange.open(plan.wiring("moe").exchange_spec)
+    trip.send(exchange.encode(trip.spec, x_TH), routes)
+    trip.send_back(built.experts(trip.receive()))
     trip.is_dropped = True
     assert "what `start` returned is gone" in str(raised(built, x_TH, routes))
     assert built(x_TH, routes).shape == (5, 32)  # it is said once
@@ -287,7 +287,7 @@ def on_a_cpu(group, exchange):
     plan = ty.plan([layer], group, exchange=exchange)
     built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5, seed=group.rank)
-    with plan.exchange.round_trip(exchange_spec) as trip:
+    with plan.exchange.begin(exchange_spec) as trip:
         first = raised(trip.combine, None)
     no_routes = raised(plan.exchange.dispatch, exchange_spec, encoded(plan, "moe", x_TH), routes.topk_ids_TK)
     fixed = raised(plan.fixed_shapes)

@@ -17,6 +17,7 @@ import torch
 import tokenyard as ty
 from tests.gpu.test_one_sided_cuda import there
 from tests.models import batch, on_ranks, spec
+from tokenyard.exchange import RoundTrip
 
 RANKS, TOKENS, HIDDEN, TOP_K, REPLAYS = 4, 2048, 4096, 8, 5
 ROUNDS = 3
@@ -57,11 +58,11 @@ def shared_beside_the_exchange(group, sms):
     def round_trip(beside=None, before=None):
         add, ahead = [] if before is None else [before()], beside is not None
         rows = exchange.encode(exchange_spec, x_TH)
-        pending = exchange.start_dispatch(exchange_spec, rows, routes, ahead=ahead)
+        trip = RoundTrip(exchange, exchange_spec)
+        trip.send(rows, routes, ahead=ahead)
         add += [exchange.run_overlapped(beside)] if ahead else []
-        arrival = pending.wait()
-        result = arrival.received.results.placed()
-        exchange.start_combine(arrival, result, out=out_TH, add=add, ahead=ahead).wait()
+        trip.send_back(trip.receive().results.placed(), out=out_TH, add=add, ahead=ahead)
+        trip.result()
 
     def milliseconds(run):
         graph, _ = capture(group, lambda: [run() for _ in range(3)])

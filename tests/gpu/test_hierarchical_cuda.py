@@ -108,7 +108,7 @@ def everywhere(group):
         arrival = plan.exchange.dispatch(exchange_spec, plan.exchange.encode(exchange_spec, x_TH), routes)
     rows_RH = torch.zeros(arrival.received.num_rows, layer.hidden_size, device=group.device)
     with Meter(group) as back:
-        plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH))
+        arrival.combine(ExpertRows(rows_RH=rows_RH))
     (here,) = [ranks for ranks in group.hosts() if group.rank in ranks]
     elsewhere = [rank for rank in range(group.size) if rank not in here]
     head = plan.exchange.transport.mailbox.head_bytes

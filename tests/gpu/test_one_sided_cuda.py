@@ -68,7 +68,7 @@ def captured(group, layer, replays):
         dispatched = exchange.dispatch(exchange_spec, exchange.encode(exchange_spec, x_TH), routes)
         buffer = dispatched.received.results
         buffer.rows_SH.copy_(dispatched.received.rows.decode(torch.bfloat16))
-        exchange.combine(dispatched, buffer.placed(), out=out_TH)
+        dispatched.combine(buffer.placed(), out=out_TH)
 
     with exchange.fixed_shapes():
         round_trip()
@@ -190,7 +190,7 @@ def many_rounds(group, small, large):
             flights.append((sent, x_TH, routes, exchange_spec))
         for sent, x_TH, routes, exchange_spec in flights:
             rows_RH = sent.received.dense().decode(torch.float32)
-            y_TH = plan.exchange.combine(sent, ExpertRows(rows_RH=rows_RH)).y_TH.cpu()
+            y_TH = sent.combine(ExpertRows(rows_RH=rows_RH)).y_TH.cpu()
             ranks_TK, _ = exchange_spec.placement.resolve(routes.topk_ids_TK, group.rank)
             count_T = torch.tensor([len(set(row)) for row in ranks_TK.tolist()]).unsqueeze(1)
             fine &= same_bits(y_TH, (x_TH.float() * count_T).bfloat16())

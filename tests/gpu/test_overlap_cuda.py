@@ -101,7 +101,7 @@ def free_while_others_are_late(group, layer, sms, gates):
     pending = built.start(x_TH, routes)
     use_the_stream(gates[0])
     if group.rank == 1:
-        pending._trip.received()
+        pending._trip.receive()
         assert gates[1].wait(15)
     pending.compute()
     use_the_stream(gates[1])

@@ -296,7 +296,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
 
 def test_the_core_is_what_runs_without_a_gpu():
     files = list(tool.core_files())
-    assert "src/tokenyard/exchange/reduce.py" in files
+    assert "src/tokenyard/exchange/results.py" in files
     assert not [path for path in files if "kernels" in path or "cuda" in path]
     below_cuda = "if device.type == 'cuda':\n    f(1)\nelse:\n    f(2)"
     assert [after for _, after in changes(below_cuda)] == ["(device.type != 'cuda')", "pass", "3"]

@@ -9,13 +9,12 @@ import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import told
 from tokenyard.duties import Duty, Ledger, Party, acting, aside, record
-from tokenyard.exchange import Exchange, RowsAtHome
-from tokenyard.exchange import batch as exchange_batch
+from tokenyard.exchange import Exchange, RowsAtHome, results
 from tokenyard.experts import EXPERTS, ReferenceExperts, workers
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group import thread_groups
-from tokenyard.layer import receiver, sender
+from tokenyard.layer import call
 from tokenyard.routing import SoftmaxRouter
 from tokenyard.rows import ExpertRows
 
@@ -173,7 +172,7 @@ def test_rows_quantized_by_nobody(monkeypatch):
 
 
 def test_rows_padded_by_somebody_else(monkeypatch):
-    real = receiver.run_experts
+    real = call.run_experts
 
     def pads(wiring, experts, received, *slots):
         with acting(Party.RECEIVER):
@@ -203,7 +202,7 @@ def scaled(**changes):
 
 def test_routed_scaling_applied_twice(monkeypatch):
     assert on_ranks(2, _logits, scaled()) == [None, None]
-    real = sender.route
+    real = call.route
 
     def routes_twice(wiring, logits):
         real(wiring, logits)
@@ -236,8 +235,8 @@ def _logits(group, layer):
 
 
 def sums_with(monkeypatch, change):
-    real = exchange_batch.sum_over_ranks
-    monkeypatch.setattr(exchange_batch, "sum_over_ranks", lambda *arguments: change(real, *arguments))
+    real = results.sum_over_ranks
+    monkeypatch.setattr(results, "sum_over_ranks", lambda *arguments: change(real, *arguments))
 
 
 @pytest.mark.parametrize("exchange", WATCHED)
@@ -293,7 +292,7 @@ def test_a_caller_who_reduces_is_left_to_it(monkeypatch):
 
     def reduces_too(self):
         num_tokens = max((int(tokens.max()) + 1 for tokens in self.tokens_by_rank if len(tokens)), default=0)
-        exchange_batch.sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, torch.empty(num_tokens, 32), ())
+        results.sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, torch.empty(num_tokens, 32), ())
         return real(self)
 
     monkeypatch.setattr(RowsAtHome, "by_rank", reduces_too)

@@ -219,7 +219,7 @@ def placed(group, forgets):
     written = slice(0, -1) if forgets and group.rank == VICTIM else slice(None)
     buffer.rows_SH[buffer.slots_R[written]] = rows_RH[written].to(buffer.rows_SH.dtype)
     results = []
-    error = raised(lambda: results.append(exchange.combine(flight, buffer.placed())))
+    error = raised(lambda: results.append(flight.combine(buffer.placed())))
     return told(error) if error else torch.equal(results[0].y_TH, due)
 
 
@@ -241,7 +241,7 @@ def read_too_late(group):
     exchange_spec = plan.wiring("moe").exchange_spec
     flight = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(x_TH), routes)
     good = bool(flight.received.dense().decode().isnan().any())
-    plan.exchange.combine(flight, ExpertRows(rows_RH=torch.zeros(flight.received.num_rows, 32)))
+    flight.combine(ExpertRows(rows_RH=torch.zeros(flight.received.num_rows, 32)))
     return good, bool(flight.received.dense().decode().isnan().all())
 
 

@@ -96,7 +96,7 @@ def _two_in_flight(plan, layer):
         x_TH, routes = batch(layer, 5 + number, seed=10 * number + rank)
         rows = plan.exchange.encode(built.wiring.exchange_spec, x_TH)
         flights.append(plan.exchange.dispatch(built.wiring.exchange_spec, rows, routes))
-    return [plan.exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
+    return [flight.combine(built.experts(flight.received)).y_TH for flight in flights]
 
 
 @every_exchange

@@ -14,8 +14,8 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised
 from tests.paranoid.tampering import DAMAGED_ROUND, HOSTS, check_alarm, flip, layer_spec, three_rounds
 from tokenyard.exchange import HierarchicalTransport
-from tokenyard.exchange.batch import RowsAtHome
 from tokenyard.exchange.integrity.workspace_guards import GUARD
+from tokenyard.exchange.results import RowsAtHome
 from tokenyard.exchange.spec import TOKEN
 
 SOURCE, RELAY, OTHER = 0, 1, 2

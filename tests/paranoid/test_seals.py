@@ -248,10 +248,11 @@ def seals_of_two_rounds(group, exchange):
     kept = []
     for seed in (1, 2, 3):
         x_TH, routes = batch(layer, 5, seed=10 * seed + group.rank)
-        arrival = plan.exchange.dispatch(exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes)
+        trip = plan.exchange.dispatch(exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes)
+        arrival = trip.arrival
         seals = [arrival.checksums_RC, getattr(arrival.way_back, "heads_NC", None)]
         kept += [(seal, seal.clone()) for seal in seals if seal is not None]
-        plan.exchange.combine(arrival, built.experts(arrival.received))
+        trip.combine(built.experts(trip.received))
     return len(kept), all(torch.equal(*pair) for pair in kept)
 
 

@@ -100,7 +100,7 @@ def aligned(group, exchange, wire, ranks_with_experts):
     received = dispatched.received
     built = build(plan, "moe")
     result = built.experts(received)
-    y_TH = plan.exchange.combine(dispatched, result).y_TH
+    y_TH = dispatched.combine(result).y_TH
     exact = oracle(layer, random_weights(layer, 0), received_exactly(plan, x_TH), routes)
     return (
         received.rows.payloads["data"].shape[1],

@@ -47,7 +47,7 @@ def counters_are_right(trial: Trial) -> None:
         if late and spec is specs[0]:
             time.sleep(_LATE)
         flight = send(made, spec, sent[group.rank].to(group.device))
-        made.exchange.combine(flight, zeros(flight.received))
+        flight.combine(zeros(flight.received))
     stats = made.stats()
     for name, count in due.items():
         for field, meant in vars(count).items():
@@ -112,7 +112,7 @@ def load_is_counted(trial: Trial) -> None:
             for expert in one.routes.topk_ids_TK.flatten().tolist():
                 due[expert] += expert >= 0
         flight = send(made, spec, sent[group.rank].to(group.device))
-        made.exchange.combine(flight, zeros(flight.received))
+        flight.combine(zeros(flight.received))
     found = made.load()["moe"]
     expect(found == due, f"`plan.load()` is {found}", f"{due}, the choices of all ranks")
 
@@ -133,7 +133,7 @@ def bytes_are_counted(trial: Trial) -> None:
     with Meter(group) as way_out:
         flight = send(made, spec, mine.to(group.device))
     with Meter(group) as way_back:
-        made.exchange.combine(flight, zeros(flight.received))
+        flight.combine(zeros(flight.received))
     hosts = exchange_spec.hosts
     most = mine.x_TH.shape[0] * region.dispatch_row  # an exchange may send all tokens to all ranks
     for rank, rows in enumerate(_rows_on_wire(made, spec, mine, group.rank)):
@@ -195,7 +195,7 @@ def memory_as_planned(trial: Trial) -> None:
     with Meter(group) as way_out:
         flight = send(made, spec, sent[group.rank].to(group.device))
     with Meter(group) as way_back:
-        made.exchange.combine(flight, zeros(flight.received))
+        flight.combine(zeros(flight.received))
     planned = made.draft.workspace_bytes
     # Some hosts may share less memory than others.
     shared = max(group.gather_json(planning.shared, phase="comparing memory"))
@@ -229,7 +229,7 @@ def terms_as_declared(trial: Trial) -> None:
     for count in range(1, (4 if declared is None else declared) + 1):
         terms = [torch.full_like(mine.x_TH, 10.0**-power) for power in range(count)]
         flight = send(made, spec, mine)
-        y_TH = made.exchange.combine(flight, echo(flight.received), add=terms).y_TH
+        y_TH = flight.combine(echo(flight.received), add=terms).y_TH
         due_TH = echo_due(made, spec, mine)
         for term_TH in terms:
             due_TH += term_TH.cpu()
@@ -275,7 +275,7 @@ def logits_as_declared(trial: Trial) -> None:
             fine = same_bits(arrived.cpu(), due)
             expect(fine, f"{what} arrived with other bits", "those of all tokens, in (source, token) order")
         ones = torch.ones(received.num_rows, spec.hidden_size, device=group.device)
-        y_TH = made.exchange.combine(flight, ExpertRows(rows_RH=ones)).y_TH.cpu()
+        y_TH = flight.combine(ExpertRows(rows_RH=ones)).y_TH.cpu()
         check_same(y_TH, torch.full_like(mine.x_TH.cpu(), group.size), "the sum of a one from each rank")
 
 
@@ -296,11 +296,11 @@ def rows_bounded_as_declared(trial: Trial) -> None:
         while True:
             came = flight.received.num_rows
             expect(came <= most, f"{came} rows came to a rank in a pass", f"at most max_rows={most}")
-            y_TH = made.exchange.combine(flight, echo(flight.received), out=y_TH).y_TH
+            y_TH = flight.combine(echo(flight.received), out=y_TH).y_TH
             passes += 1
             if not flight.has_more:
                 break
-            flight = made.exchange.dispatch_next(flight)
+            flight.dispatch_next()
         check_same(y_TH, echo_due(made, spec, mine), f"a batch in {passes} passes")
 
 
@@ -320,5 +320,5 @@ def paranoid_as_declared(trial: Trial) -> None:
         payload, slots_R = next(iter(flight.received.rows.payloads.values())), flight.received.slots_R
         payload[0 if slots_R is None else int(slots_R[0])].view(torch.uint8)[0] ^= 1
     kind = Corrupted if owns else PeerFailed
-    must_raise(kind, made.exchange.combine, flight, result, when="a received row that was changed")
+    must_raise(kind, flight.combine, result, when="a received row that was changed")
     stack.check("moe", "after a row was changed")

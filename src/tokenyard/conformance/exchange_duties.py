@@ -18,7 +18,7 @@ from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import GroupError, HandleError, PlanError, TokenyardError
-from tokenyard.exchange import Arrival
+from tokenyard.exchange import RoundTrip
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
@@ -113,7 +113,7 @@ def regions_never_overlap(trial: Trial) -> None:
             arriving[spec.name] = [_span(payload) for payload in flight.received.rows.payloads.values()]
         if buffer is not None:
             leaving[spec.name] = _span(buffer.rows_SH)
-        made.exchange.combine(flight, zeros(flight.received))
+        flight.combine(zeros(flight.received))
     for name, (first, last) in leaving.items():
         for other, spans in arriving.items():
             for start, end in spans:
@@ -163,7 +163,7 @@ def plans_under_way(trial: Trial) -> None:
         batches = [trial.batch(spec, 4) for _ in range(2)]
         flights = [send(made, spec, mine) for made, mine in zip((first, second), batches, strict=True)]
         for made, mine, flight in zip((first, second), batches, flights, strict=True):
-            y_TH = made.exchange.combine(flight, echo(flight.received)).y_TH
+            y_TH = flight.combine(echo(flight.received)).y_TH
             check_same(y_TH, echo_due(made, spec, mine), "a batch beside one of another plan")
 
 
@@ -231,8 +231,8 @@ def rounds_are_counted(trial: Trial) -> None:
 
 def _round_of(trial: Trial, made: Plan, spec: LayerSpec) -> int:
     flight = send(made, spec, trial.batch(spec, 2))
-    made.exchange.combine(flight, zeros(flight.received))
-    return flight.round
+    flight.combine(zeros(flight.received))
+    return flight.arrival.round
 
 
 def many_rounds(trial: Trial) -> None:
@@ -246,11 +246,12 @@ def many_rounds(trial: Trial) -> None:
         known = batches[number % _KNOWN_BATCHES].in_round(number)
         dispatched = send(made, spec, known.mine.to(device))
         seen = _arrived(dispatched)
-        seen["results"] = made.exchange.combine(dispatched, echo(dispatched.received)).y_TH
+        seen["results"] = dispatched.combine(echo(dispatched.received)).y_TH
         for what, tensor in seen.items():
             fine = same_bits(tensor.cpu(), known.due[what])
             expect(fine, f"round {number} brought other {what} than were sent in it", "the same bits")
-        expect(dispatched.round == number, f"dispatch {number} has the round {dispatched.round}", number)
+        round = dispatched.arrival.round
+        expect(round == number, f"dispatch {number} has the round {round}", number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +280,7 @@ class _KnownBatch:
         return _KnownBatch(mine=mine, due=due)
 
 
-def _arrived(dispatched: Arrival) -> dict[str, Tensor]:
+def _arrived(dispatched: RoundTrip) -> dict[str, Tensor]:
     """What a dispatch brought, as copies."""
     received, routes = dispatched.received, dispatched.received.routes
     assert isinstance(routes, LocalRoutes)  # routes were sent
@@ -326,7 +327,7 @@ def input_untouched(trial: Trial) -> None:
     dispatched = made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes, mine.extra)
     result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size).to(trial.group.device)
     tensors["the experts' result"], before["the experts' result"] = result_RH, result_RH.clone()
-    made.exchange.combine(dispatched, ExpertRows(rows_RH=result_RH))
+    dispatched.combine(ExpertRows(rows_RH=result_RH))
     for name, tensor in tensors.items():
         expect(
             same_bits(tensor, before[name]), f"{name} was changed", "nothing of the caller's to be changed"
@@ -402,29 +403,26 @@ def several_in_flight(trial: Trial) -> None:
         sent = [(spec, trial.batch(spec, 4)) for spec in specs]
         flights = [send(made, spec, mine) for spec, mine in sent]
         for number, (flight, (spec, mine)) in enumerate(zip(flights, sent, strict=True)):
-            y_TH = made.exchange.combine(flight, echo(flight.received)).y_TH
+            y_TH = flight.combine(echo(flight.received)).y_TH
             what = f"dispatch {number + 1} of {len(specs)} in flight, of layer {spec.name!r},"
             check_same(y_TH, echo_due(made, spec, mine), what)
 
 
 def stale_handles(trial: Trial) -> None:
-    """A handle is combined once, in its turn, by its own plan, and not after that plan was closed."""
+    """A round trip is combined once, in its turn, and not after its plan was closed."""
     spec = layer()
-    made, other = trial.plan(spec), trial.plan(spec)
+    made = trial.plan(spec)
     first = send(made, spec, trial.batch(spec, 3))
     again = trial.batch(spec, 3)
     must_raise(HandleError, send, made, spec, again, when="a second dispatch while one is in flight")
     result = zeros(first.received)
-    must_raise(HandleError, other.exchange.combine, first, result, when="a handle of another plan")
-    made.exchange.combine(first, result)
-    must_raise(HandleError, made.exchange.combine, first, result, when="a handle combined twice")
+    first.combine(result)
+    must_raise(HandleError, first.combine, result, when="a round trip combined twice")
     second = send(made, spec, again)
-    must_raise(
-        HandleError, made.exchange.combine, first, result, when="an old handle while a new one is in flight"
-    )
-    made.exchange.combine(second, zeros(second.received))
+    must_raise(HandleError, first.combine, result, when="an old round trip while a new one is in flight")
+    second.combine(zeros(second.received))
     last = send(made, spec, trial.batch(spec, 3))
     result = zeros(last.received)
     trial.group.barrier()  # no rank closes while another one still dispatches
     made.close()
-    must_raise(HandleError, made.exchange.combine, last, result, when="a handle of a closed plan")
+    must_raise(HandleError, last.combine, result, when="a round trip of a closed plan")

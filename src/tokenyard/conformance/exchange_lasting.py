@@ -29,10 +29,14 @@ def thousands_of_rounds(trial: Trial) -> None:
         rows, due_TH = wiring.wire.encode(mine.x_TH), echo_due(made, spec, mine)
         for number in range(1, min(ROUNDS, trial.rounds or ROUNDS) + 1):
             flight = made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes)
-            y_TH = made.exchange.combine(flight, echo(flight.received)).y_TH.cpu()
+            y_TH = flight.combine(echo(flight.received)).y_TH.cpu()
             found = f"round {number} gave {y_TH.tolist()}"
             expect(torch.equal(y_TH, due_TH), found, f"{due_TH.tolist()}, as in the rounds before")
-            expect(flight.round == number, f"dispatch {number} has the round {flight.round}", number)
+            expect(
+                flight.arrival.round == number,
+                f"dispatch {number} has the round {flight.arrival.round}",
+                number,
+            )
     with group.patience(_LONG):
         group.barrier()
 

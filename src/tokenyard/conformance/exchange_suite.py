@@ -26,7 +26,7 @@ from torch import Tensor
 from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import on_two_ranks, same_bits
 from tokenyard.conformance.runner import Finding, expect
-from tokenyard.exchange import Arrival, Transport
+from tokenyard.exchange import RoundTrip, Transport
 from tokenyard.formats import Payload
 from tokenyard.group import Group
 from tokenyard.planning.planner import Plan, plan
@@ -145,7 +145,7 @@ def of_kind(kind: str, spec: LayerSpec, rank: int, seed: int) -> Batch:
     return Batch(x_TH=x_TH, routes=Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK), extra=one.extra)
 
 
-def send(made: Plan, spec: LayerSpec, mine: Batch) -> Arrival:
+def send(made: Plan, spec: LayerSpec, mine: Batch) -> RoundTrip:
     """Encode and dispatch."""
     wiring = made.wiring(spec.name)
     rows = made.exchange.encode(wiring.exchange_spec, mine.x_TH)
@@ -185,7 +185,7 @@ class _Movement:
         result = ExpertRows(rows_RH=rows_RH.to(group.device))
         self.y_TH, self.error = torch.empty(0, spec.hidden_size), None  # what the way back gave, or raised
         try:
-            self.y_TH = made.exchange.combine(dispatched, result).y_TH.cpu()
+            self.y_TH = dispatched.combine(result).y_TH.cpu()
         except Exception as error:
             self.error = error
 

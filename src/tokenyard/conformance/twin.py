@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, for_dtype
-from tokenyard.layer.receiver import build_experts, run_experts
+from tokenyard.layer.building import build_experts
+from tokenyard.layer.call import run_experts
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ChoiceRows, ExpertResult, ExpertRows, LocalRoutes, ReceivedRows

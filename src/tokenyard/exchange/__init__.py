@@ -11,17 +11,9 @@ import logging
 
 from tokenyard.errors import check_part, unknown_name
 from tokenyard.exchange.announcement import Announcement, Announcements
-from tokenyard.exchange.batch import (
-    Arrival,
-    Batch,
-    Failure,
-    Results,
-    ResultsAtHome,
-    RowsAtHome,
-    received_rows,
-)
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, received_rows
 from tokenyard.exchange.exchange import Exchange
+from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 from tokenyard.errors import Drifted, GroupError, PeerFailed, TokenyardError, shown
 from tokenyard.exchange.passes import RowBound
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.usability import Usability
 from tokenyard.group.base import Group
 from tokenyard.version import PROTOCOL
 
 if TYPE_CHECKING:
+    from tokenyard.exchange.open_trips import Usability
     from tokenyard.exchange.transport import Transport
 
 # Bytes, the counts not included: 72 for the numbers, the rest for the text of an error.

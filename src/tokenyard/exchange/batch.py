@@ -1,36 +1,157 @@
-"""What travels, in four types with four lifetimes.
+"""What travels out: who gets which row, a checked batch, and the rows that came to a rank.
 
     BatchRoutes     who gets which row of a batch         immutable; can be used again, for a second dispatch
     Batch           a checked batch, ready to be sent     until it was sent
     Arrival         the rows that came to this rank       until they are combined
-    ResultsAtHome   the results of this rank's tokens     until they are summed
 
-A transport is given a `Batch` and makes an `Arrival`; it is given `Results` and makes `ResultsAtHome`. If a rank fails
-before it can send a batch or results, its transport is given a `Failure` instead, and announces why.
+A transport is given a `Batch` and makes an `Arrival`; it is given `Results` and makes `ResultsAtHome` (`results`). If
+a rank fails before it can send a batch or results, its transport is given a `Failure` instead, and announces why.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.duties import Duty, record
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.announcement import Announcements
-from tokenyard.exchange.batch_routes import BatchRoutes, rows_out
-from tokenyard.exchange.reduce import sum_over_ranks, without_graph
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows, Format, check_rows
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
+
+# What a transport keeps of a dispatch for its combine: each transport has a type of its own. Code that does not depend
+# on the transport leaves it out (`Arrival`, `Results`).
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    WayBack = TypeVar("WayBack", default=Any)
+else:
+    from typing import TypeVar
+
+    WayBack = TypeVar("WayBack")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchRoutes:
+    """Who gets which row of a batch. What is computed here is computed once, however often the routes are used."""
+
+    spec: ExchangeSpec  # what the exchange knows of the layer
+    routes: Routes | RoutingLogits  # as they travel: without choices whose expert was lost with its rank
+    num_tokens: int  # T, the tokens of this rank
+    rank: int  # this rank: which replica of an expert serves a token depends on it
+    # The value of `resolved`, if it is known, as for rows that a relay forwards; None: the placement gives it.
+    choices: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def resolved(self) -> tuple[Tensor, Tensor]:
+        """`(rank_TK, local_TK)`: the rank that each choice goes to, and the number of the expert there."""
+        if self.choices is not None:
+            return self.choices
+        assert isinstance(self.routes, Routes)
+        return self.spec.placement.resolve(self.routes.topk_ids_TK, self.rank)
+
+    @cached_property
+    def stays_whole(self) -> bool:
+        """Whether there is one CPU rank, and every choice of every token is one of its experts."""
+        routes = self.routes
+        there = routes.topk_ids_TK if isinstance(routes, Routes) else routes.logits_RE
+        # If `choices` are given, ids do not say where experts are. On a GPU, to read ids would be one more wait.
+        if self.spec.placement.world > 1 or self.choices is not None or not there.is_cpu:
+            return False
+        return isinstance(routes, RoutingLogits) or self.num_tokens == 0 or routes.id_range()[0] >= 0
+
+    @cached_property
+    def rows_out(self) -> tuple[Tensor, Tensor]:
+        """`(rank_N, token_N)` of every row that goes out, by rank. If logits travel, every token goes to all ranks."""
+        world = self.spec.placement.world
+        if isinstance(self.routes, RoutingLogits):
+            everything = torch.ones(world, self.num_tokens, device=self.routes.logits_RE.device)
+            rank_N, token_N = everything.nonzero().unbind(1)
+            return rank_N, token_N
+        return rows_out(self.resolved[0], world)
+
+    @cached_property
+    def tokens_by_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, the tokens (ascending) that go there."""
+        if self.stays_whole:
+            return (torch.arange(self.num_tokens),)
+        return tuple(self.rows_out[1].split_with_sizes(self.counts))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows for each rank."""
+        if self.stays_whole:
+            return [self.num_tokens]
+        counts: list[int] = self.rows_out[0].bincount(minlength=self.spec.placement.world).tolist()
+        return counts
+
+    @cached_property
+    def choices_by_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, the choices (ascending) whose results it returns, as token · K + choice."""
+        rank_N, choice_N = self.resolved[0].flatten().sort(stable=True)
+        nobody, *counts = (rank_N + 1).bincount(minlength=self.spec.placement.world + 1).tolist()
+        return tuple(choice_N[nobody:].split(counts))
+
+    @property
+    def result_counts(self) -> list[int]:
+        """Results that come home from each rank: one for each row, or for each choice if choices are summed at home."""
+        return [c.numel() for c in self.choices_by_rank] if self.spec.sums_choices else self.counts
+
+    def of_tokens(self, first: int, last: int) -> BatchRoutes:
+        """The routes of some consecutive tokens."""
+        if isinstance(self.routes, RoutingLogits):
+            logits = RoutingLogits(logits_RE=self.routes.logits_RE[first:last])
+            return replace(self, routes=logits, num_tokens=last - first)
+        rank_TK, local_TK = self.resolved
+        return replace(
+            self,
+            routes=self.routes.of_tokens(slice(first, last)),
+            num_tokens=last - first,
+            choices=(rank_TK[first:last], local_TK[first:last]),
+        )
+
+    def local_routes(self) -> tuple[Tensor, Tensor]:
+        """`(ids_NK, weights_NK)` of every row that goes out, by rank: local ids of that rank's experts, else -1."""
+        assert isinstance(self.routes, Routes)
+        weights_TK = without_graph(self.routes.topk_weights_TK)
+        if self.stays_whole:
+            local_TK = self.spec.placement.local_ids(self.routes.topk_ids_TK)
+            return local_TK, weights_TK.to(torch.float32, copy=True)
+        target_N, token_N = self.rows_out
+        rank_TK, local_TK = self.resolved
+        here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
+        weights_NK = torch.where(here_NK, weights_TK[token_N].float(), 0.0)
+        return torch.where(here_NK, local_TK[token_N], -1), weights_NK
+
+
+def rows_out(rank_TK: Tensor, world: int) -> tuple[Tensor, Tensor]:
+    """`(rank_N, token_N)` of every row that goes out, by rank: a token once for each rank that has an expert of it.
+
+    >>> [index.tolist() for index in rows_out(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
+    [[0, 0, 1, 1], [0, 2, 1, 2]]
+    """
+    # One column more than ranks takes the choices of nobody: -1 modulo W + 1.
+    goes_TW = torch.zeros(rank_TK.shape[0], world + 1, dtype=torch.bool, device=rank_TK.device)
+    goes_TW.scatter_(1, rank_TK.remainder(world + 1), True)
+    rank_N, token_N = goes_TW[:, :world].t().nonzero().unbind(1)
+    return rank_N, token_N
+
+
+def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
+    """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
+
+    >>> [tokens.tolist() for tokens in tokens_by_rank(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
+    [[0, 2], [1, 2], []]
+    """
+    rank_N, token_N = rows_out(rank_TK, world)
+    return tuple(token_N.split(rank_N.bincount(minlength=world).tolist()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,9 +179,6 @@ class UnencodedRows:
     def check(self) -> None:
         """Raise unless these are rows."""
         check_rows(self.x_TH)
-
-
-# -- The way out -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,7 +268,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Arrival:
+class Arrival(Generic[WayBack]):
     """The rows that came to this rank in a dispatch. It is combined exactly once, and valid until then."""
 
     received: ReceivedRows  # the rows that arrived here
@@ -160,7 +278,7 @@ class Arrival:
     routes: BatchRoutes  # who gets which row of this rank's own batch, whose results come home
     # The rows that each rank has announced, and expects results of. Empty if only the device knows them.
     counts_W: tuple[int, ...]
-    way_back: Any = None  # what the transport keeps for the way back; only the transport reads it
+    way_back: WayBack  # what the transport keeps for the way back; only the transport reads it
     checksums_RC: Tensor | None = None  # the checksums that came with the rows, in a paranoid plan
     # An error that this rank found after the dispatch had ended; the others receive it in the combine.
     problem: Exception | None = None
@@ -205,139 +323,6 @@ class Arrival:
                 )
 
 
-# -- The way back ------------------------------------------------------------------------------------------
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SumAhead:
-    """What the sum of results is written into, and adds: known when they are sent, so a transport may start it."""
-
-    out_TH: Tensor | None  # what the sum is written into; None: a new tensor
-    add: Sequence[Tensor]  # tensors of the caller's that are added to it
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Results:
-    """Checked results of an arrival, ready to be sent back."""
-
-    arrival: Arrival  # the rows that they are the results of
-    # A result per received row, or per choice; None: the experts have written them into the exchange's buffer.
-    rows_RH: Tensor | None
-    # `rows_RH` in the combine wire; None if there are none, or the transport encodes them.
-    encoded: EncodedRows | None
-    announcements: Announcements  # what this rank tells the others of them
-    # Called by the transport when results are encoded and in their place, before it announces them.
-    on_results_written: Callable[[], None] = _nothing
-    # Checks the sums that relays make of results, in a paranoid plan.
-    watch: SumWatch | None = None
-    sum_ahead: SumAhead | None = None  # the sum to start now, if the caller computes meanwhile
-
-    @torch.no_grad()
-    def write(self, packets_by_rank: Sequence[Tensor]) -> None:
-        """Write the packets of the results for each source rank, `[rows, stride]`."""
-        assert self.encoded is not None
-        layout, start = self.arrival.spec.combine_layout, 0
-        for packets in packets_by_rank:
-            end = start + packets.shape[0]
-            rows = {name: payload[start:end] for name, payload in self.encoded.payloads.items()}
-            layout.write(packets, rows)
-            start = end
-
-    def packets_by_rank(self) -> tuple[Tensor, ...]:
-        """The packets of the results for each source rank, `[rows, stride]`."""
-        assert self.encoded is not None
-        shape = self.encoded.num_rows, self.arrival.spec.combine_layout.stride
-        packets = torch.empty(shape, dtype=torch.uint8, device=self.encoded.device)
-        by_rank = tuple(packets.split(list(self.arrival.results_due)))
-        self.write(by_rank)
-        return by_rank
-
-
-class ResultsAtHome(ABC):
-    """The results that came back for this rank's tokens: they are summed, or returned rank by rank."""
-
-    def summed(self) -> Tensor | None:
-        """The sum that the transport began when results were sent (`Results.sum_ahead`); None: `sum_into` makes it."""
-        return None
-
-    @abstractmethod
-    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
-        """Write the float32 sum over ranks (or choices), in their order, and of `add`, into `out_TH`. Rounded once."""
-
-    @abstractmethod
-    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Copies of the rows that each rank returned, in float32, and the tokens that they belong to."""
-
-
-class SumWatch(ABC):
-    """Checks, in a paranoid plan, the results that a relay sums, and adds checksums to its sums."""
-
-    @abstractmethod
-    def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
-        """Results at a relay, which are checked when they are summed; an error is raised at the end of the round.
-
-        `heads_NC`: source rank, token and round of each row that the relay forwarded, from its checksums.
-        """
-
-    @abstractmethod
-    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
-        """The sums of some tokens, with checksums that are compared at home."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowsAtHome(ResultsAtHome):
-    """Results as encoded rows, by the rank that returned them."""
-
-    rows_by_rank: list[EncodedRows]  # in the order of this rank's tokens, and of their choices
-    tokens_by_rank: tuple[Tensor, ...]  # the tokens that they belong to
-    ranks: tuple[int, ...] | None = None  # the ranks that returned them; None: all of the group, in order
-    # The choice (0 to K - 1) of its token that each row is the result of; None: rows are summed over ranks.
-    choices_by_rank: tuple[Tensor, ...] | None = None
-
-    @classmethod
-    def of(cls, arrival: Arrival, payloads_by_rank: Sequence[Mapping[str, Tensor]]) -> RowsAtHome:
-        """The payloads that each rank returned for an arrival, as results."""
-        spec = arrival.spec
-        rows = [spec.results(payloads) for payloads in payloads_by_rank]
-        if not spec.sums_choices:
-            return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank)
-        returned = arrival.routes.choices_by_rank
-        return cls(
-            rows_by_rank=rows,
-            tokens_by_rank=tuple(choice_N // spec.top_k for choice_N in returned),
-            choices_by_rank=tuple(choice_N % spec.top_k for choice_N in returned),
-        )
-
-    def summands(self) -> tuple[list[EncodedRows], tuple[Tensor, ...]]:
-        """Rows and their tokens in the order of the sum, by rank or by choice. In each part no token occurs twice."""
-        if self.choices_by_rank is None:
-            return self.rows_by_rank, self.tokens_by_rank
-        choice_N, token_N = torch.cat(self.choices_by_rank), torch.cat(self.tokens_by_rank)
-        order_N = (choice_N << 32 | token_N).argsort()
-        first = self.rows_by_rank[0]
-        payloads = {
-            name: torch.cat([rows.payloads[name] for rows in self.rows_by_rank]) for name in first.payloads
-        }
-        together = replace(first, payloads=payloads).select(order_N)
-        ends = [0, *choice_N.bincount().cumsum(0).tolist()] if len(choice_N) else [0, 0]
-        rows = [together.slice(start, end) for start, end in pairwise(ends)]
-        return rows, tuple(token_N[order_N].split([part.num_rows for part in rows]))
-
-    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
-        if self.choices_by_rank is not None:  # this sum over ranks is one over experts, too
-            record(Duty.REDUCE_EXPERTS, sum(tokens.numel() for tokens in self.tokens_by_rank))
-        return sum_over_ranks(*self.summands(), out_TH, add)
-
-    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        # Copies even of float32 rows: what comes home must not be a view of a peer's memory.
-        rows_by_rank = tuple(rows.decode(torch.float32).clone() for rows in self.rows_by_rank)
-        return rows_by_rank, self.tokens_by_rank
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Failure:
     """Given to a transport in place of a batch or results: this rank takes part only to announce that it failed."""
@@ -346,16 +331,6 @@ class Failure:
     region: int  # which of `in_flight` pairs of regions the round uses
     announcements: Announcements  # with the error
     arrival: Arrival | None  # the arrival that will not be combined; None: the dispatch failed
-
-
-def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
-    """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
-
-    >>> [tokens.tolist() for tokens in tokens_by_rank(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
-    [[0, 2], [1, 2], []]
-    """
-    rank_N, token_N = rows_out(rank_TK, world)
-    return tuple(token_N.split(rank_N.bincount(minlength=world).tolist()))
 
 
 def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -393,3 +368,8 @@ def received_rows(
         extra={payload.name: of_rows(payload.name) for payload in spec.further},
         slots_R=slots_R,
     )
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """The tensor without its autograd graph: itself, or a detached view."""
+    return tensor.detach() if tensor.requires_grad else tensor

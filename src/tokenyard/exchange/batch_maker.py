@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError
+from tokenyard.errors import ContractError, InputError, shown
 from tokenyard.exchange.announcement import Announcer
-from tokenyard.exchange.batch import Batch, Part, UnencodedRows
-from tokenyard.exchange.batch_routes import BatchRoutes
-from tokenyard.exchange.checks import check_batch
-from tokenyard.exchange.in_flight import InFlightQueue
+from tokenyard.exchange.batch import Batch, BatchRoutes, Part, UnencodedRows
+from tokenyard.exchange.open_trips import InFlightQueue
 from tokenyard.exchange.passes import first_part
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.stats import LayerStats, LoadCounter
 from tokenyard.exchange.transport import Transport
-from tokenyard.formats.base import EncodedRows
+from tokenyard.formats.base import EncodedRows, check_device, is_matrix
 from tokenyard.routing import Routes
-from tokenyard.rows import RoutingLogits
+from tokenyard.rows import RoutingLogits, describe
 
 
 class BatchMaker:
@@ -113,3 +112,85 @@ class BatchMaker:
             announcements=self._announcer.of_dispatch(batch.spec, last - first, counts),
             part=Part(batch=batch, first=first, parts=parts),
         )
+
+
+def check_batch(
+    spec: ExchangeSpec,
+    rows: EncodedRows | UnencodedRows,
+    routes: Routes | RoutingLogits,
+    extra: Mapping[str, Tensor],
+    device: torch.device,
+    *,
+    values: bool = True,
+) -> Routes | RoutingLogits:
+    """Raise unless a batch is what the layer was planned for; `values=False` does not check the range of ids."""
+    if not isinstance(rows, (EncodedRows, UnencodedRows)):
+        raise ContractError(
+            f"dispatch was given {describe(rows)}",
+            expected="EncodedRows",
+            fix="encode with the layer's wire",
+        )
+    is_wire = rows.format is spec.wire or rows.format == spec.wire
+    if not is_wire or rows.hidden_size != spec.hidden_size:
+        raise InputError(
+            f"the rows are {rows.format} of width {rows.hidden_size}",
+            expected=f"{spec.wire} of width {spec.hidden_size}: the bytes that this layer was sized for",
+            fix="encode with the layer's wire, or plan the layer for this format",
+        )
+    rows.check()
+    num_tokens = rows.num_rows
+    if num_tokens > spec.max_tokens:
+        raise InputError(
+            f"{num_tokens} tokens",
+            expected=f"at most max_tokens={spec.max_tokens} on a rank",
+            fix="send the batch in parts, or plan with a larger max_tokens",
+        )
+    check_device("x_TH", rows.device, device)
+    check_extra(spec, extra, num_tokens, device)
+    if spec.carries_logits:
+        return check_logits(spec, routes, num_tokens)
+    if not isinstance(routes, Routes):
+        raise InputError(
+            f"the routes are {describe(routes)}", expected="Routes", fix="pass Routes(topk_ids_TK=…, …)"
+        )
+    routes.check(
+        spec.num_experts,
+        top_k=spec.top_k,
+        num_tokens=num_tokens,
+        scaled_by=spec.routed_scaling,
+        device=rows.device,
+        values=values,
+    )
+    return routes
+
+
+def check_extra(
+    spec: ExchangeSpec, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device
+) -> None:
+    """Raise unless the caller's further payloads are the declared ones."""
+    if isinstance(extra, dict) and not extra and not spec.extra:
+        return
+    declared = {payload.name: payload for payload in spec.extra}
+    if not isinstance(extra, Mapping) or set(extra) != set(declared):
+        raise InputError(
+            f"the further payloads are {shown(sorted(extra, key=str) if isinstance(extra, Mapping) else extra)}",
+            expected=f"{sorted(declared)}, as the layer declares",
+            fix="declare them in LayerSpec(payloads=…) and pass each one in every call",
+        )
+    for name, tensor in extra.items():
+        declared[name].check(tensor, num_tokens)
+        check_device(f"payload {name!r}", tensor.device, device)
+
+
+def check_logits(spec: ExchangeSpec, routes: object, num_tokens: int) -> RoutingLogits:
+    """Raise unless these are logits for experts that route by themselves."""
+    logits_TE = routes.logits_RE if isinstance(routes, RoutingLogits) else None
+    found = routes if logits_TE is None else logits_TE
+    expected = (num_tokens, spec.num_experts)
+    if not is_matrix(logits_TE) or tuple(logits_TE.shape) != expected or logits_TE.dtype != torch.float32:
+        raise InputError(
+            f"the layer's experts route by themselves, and were given {describe(found)}",
+            expected=f"RoutingLogits of float32{list(expected)}",
+            fix="pass the router's logits, not routes",
+        )
+    return RoutingLogits(logits_RE=logits_TE)

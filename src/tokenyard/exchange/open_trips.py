@@ -1,4 +1,8 @@
-"""The round trips of a rank that are under way: their order, and how all of them end if one fails.
+"""The round trips of a rank that are under way: whether calls can be made, their order, and how all end if one fails.
+
+    Usability        whether the plan is open, in its own process, and not broken by a loss
+    InFlightQueue    arrivals that are not combined yet: each is combined once, in the order of dispatches, or given up
+    OpenRoundTrips   the order of calls; an error on one rank reaches all ranks
 
 **Turns.** One thread makes the calls of a plan. One phase travels at a time: each call first finishes the phase that
 was started before, so that a transport handles one phase after the other. Results go back in the order of dispatches.
@@ -9,34 +13,223 @@ because …". A rank that fails announces that, then raises its own error; the o
 usable. Ranks that are in different layers, phases or rounds see it in these announcements, and raise `Drifted`.
 
 **A loss.** A wait that ends without the others' answer (a rank is lost, or this one was interrupted) breaks the plan
-(`usability`): this rank makes no more announcements.
+(`Usability`): this rank makes no more announcements.
 
 **A fork.** A process that is forked in the middle of a call (by an expert, say) announces nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
-from tokenyard.errors import HandleError, PeerLost, TokenyardError, WrongProcess
+from tokenyard.errors import Drifted, HandleError, PeerLost, PlanBroken, TokenyardError, WrongProcess
 from tokenyard.exchange.announcement import Announcer
 from tokenyard.exchange.batch import Arrival, Failure
-from tokenyard.exchange.in_flight import InFlightQueue
+from tokenyard.exchange.passes import TooManyRows
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.usability import Usability
-from tokenyard.group.base import Pending
 from tokenyard.group.one_thread import OneThread
+from tokenyard.group.own_process import OwnProcess
 
-Result = TypeVar("Result")
+
+class Usability:
+    """Knows on one rank whether its plan can be used: it was not closed, and no wait in it ended without an answer.
+
+    After such a wait this rank does not know what the others have received, and a late answer must not be taken for an
+    answer to a later call.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.own_process = OwnProcess("the plan", rank)  # the process in which the plan can be used
+        self._closed = False
+        self._left = False
+        self.joining = False  # whether this rank joins the plan, and its experts have not come yet
+        # Why a wait for the other ranks has ended without an answer; None, if none has.
+        self.broken_by: BaseException | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the plan was closed."""
+        return self._closed
+
+    def close(self, *, left: bool = False) -> None:
+        """Refuse all later calls; `left`: because the plan has let this rank go."""
+        self._closed, self._left = True, self._left or left
+
+    def break_by(self, cause: BaseException) -> None:
+        """Refuse all later calls, because a wait for the other ranks ended without an answer."""
+        self.broken_by = self.broken_by or cause
+
+    def mark_broken_by_drift(self) -> PlanBroken:
+        """Break the plan, because ranks met in different plans and their rounds are unknown; return the error."""
+        cause = self.broken_by = self.broken_by or (
+            Drifted(
+                "the ranks were in different plans",
+                expected="every rank of the group to call the layers of the same plans in the same order",
+                fix="look for a branch that only some ranks take",
+            )
+        )
+        return PlanBroken(cause, rank=self._rank)
+
+    def check_open(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed, or made by another process."""
+        self.own_process.check(layer=layer)
+        if self._left:
+            raise HandleError(
+                "the plan has let this rank go (`plan.shrink`)",
+                expected="calls on the ranks that are left",
+                fix="end this rank, or let it come back as a new one: `plan.grow` there, `join_plan` here",
+                layer=layer,
+                rank=self._rank,
+            )
+        if self._closed:
+            raise HandleError(
+                "the plan is closed",
+                expected="an open plan",
+                fix="make a new plan",
+                layer=layer,
+                rank=self._rank,
+            )
+
+    def check(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed, broken, or made by another process."""
+        if self.own_process.forks != OwnProcess.forks_now:
+            self.own_process.check(layer=layer)
+        if self._closed:
+            self.check_open(layer=layer)
+        if self.broken_by is not None:
+            raise PlanBroken(self.broken_by, layer=layer, rank=self._rank)
+        if self.joining:
+            raise HandleError(
+                "this rank's experts have not come yet",
+                expected="a call of `tokenyard.elastic.take_over`, after all layers were made",
+                fix="call `take_over(plan)` first",
+                layer=layer,
+                rank=self._rank,
+            )
+
+    @contextmanager
+    def waiting(self, spec: ExchangeSpec | None = None) -> Iterator[None]:
+        """A context for a wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
+        try:
+            yield
+        except BaseException as error:
+            self.end_wait(error, spec)
+            raise
+
+    def end_wait(
+        self, error: BaseException, spec: ExchangeSpec | None = None, *, for_others: bool = True
+    ) -> None:
+        """Take the error of a wait: add the layer's name, and break the plan unless the error is an answer of others.
+
+        `for_others`: whether it was a wait for other ranks; else the plan can still be used.
+        """
+        if isinstance(error, TokenyardError) and spec is not None:
+            error.at(layer=spec.layer, rank=self._rank)
+        # Whether the other ranks answered: then all of them know of the error, and the plan can go on.
+        answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
+        if for_others and not answer:
+            self.break_by(error)
 
 
-def _nothing() -> None:
-    pass
+class InFlightQueue:
+    """What one rank has dispatched and not yet combined, the oldest first. All ranks have the same ones."""
+
+    def __init__(self, capacity: int, rank: int) -> None:
+        self.capacity = capacity
+        self._rank = rank
+        self._waiting: deque[Arrival] = deque()
+        # By round: the error of an arrival that will not be combined. It is announced when that is the oldest one.
+        self._given_up: dict[int, BaseException] = {}
+
+    def __contains__(self, arrival: object) -> bool:
+        return any(waiting is arrival for waiting in self._waiting)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._waiting
+
+    @property
+    def oldest(self) -> Arrival | None:
+        """The arrival that must be combined next; None if nothing is in flight."""
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def free_region(self) -> int:
+        """The first pair of regions that nothing in flight uses: the same one on every rank."""
+        if not self._waiting:
+            return 0
+        used = {arrival.region for arrival in self._waiting}
+        return next(region for region in range(self.capacity) if region not in used)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more dispatch may be in flight."""
+        return len(self._waiting) < self.capacity
+
+    def check_room(self, spec: ExchangeSpec) -> None:
+        """Raise if no further dispatch may be in flight."""
+        if not self.has_room:
+            waiting = ", ".join(repr(arrival.spec.layer) for arrival in self._waiting)
+            raise HandleError(
+                f"{len(self._waiting)} dispatch in flight already (of {waiting})",
+                expected=f"at most {self.capacity}",
+                fix=f"combine it first, or plan(..., in_flight={self.capacity + 1})",
+                layer=spec.layer,
+                rank=self._rank,
+            )
+
+    def check_empty(self, layer: str | None) -> None:
+        """Raise if a dispatch is in flight: it would have to be combined before a whole round trip of this layer."""
+        if self._waiting:
+            earlier = self._waiting[0].spec.layer
+            raise HandleError(
+                f"a dispatch of layer {earlier!r} is in flight, and is combined only after this call",
+                expected="each dispatch to be combined in the order of the dispatches",
+                fix=f"combine the dispatch of {earlier!r} first; inside a round trip, no other layer can be called",
+                layer=layer,
+                rank=self._rank,
+            )
+
+    def add(self, arrival: Arrival) -> None:
+        """Append an arrival, as the newest one."""
+        self._waiting.append(arrival)
+
+    def take(self, arrival: Arrival) -> None:
+        """Take an arrival out of the queue; raise if it is not the oldest one, or not in flight."""
+        if not self._waiting or self._waiting[0] is not arrival:
+            known = arrival in self
+            raise HandleError(
+                "an earlier dispatch is still in flight" if known else "this handle is not in flight",
+                expected="each dispatch to be combined once, in the order of the dispatches",
+                fix="combine the oldest dispatch first" if known else "dispatch again",
+                layer=arrival.spec.layer,
+                rank=self._rank,
+            )
+        self._waiting.popleft()
+
+    def give_up(self, arrival: Arrival, error: BaseException) -> None:
+        """Note that an arrival will not be combined, and why. Does nothing if it is not in flight."""
+        if arrival in self:
+            self._given_up[arrival.round] = error
+
+    def take_given_up(self) -> Iterator[tuple[Arrival, BaseException]]:
+        """Take the oldest arrivals out, with their errors, until one comes that was not given up."""
+        while self._waiting and self._waiting[0].round in self._given_up:
+            oldest = self._waiting.popleft()
+            yield oldest, self._given_up.pop(oldest.round)
+
+    def clear(self) -> None:
+        """Forget all arrivals."""
+        self._waiting.clear()
+        self._given_up.clear()
 
 
 class OpenRoundTrips:
@@ -45,11 +238,11 @@ class OpenRoundTrips:
     def __init__(
         self, transport: Transport, announcer: Announcer, usability: Usability, in_flight: InFlightQueue
     ) -> None:
-        self._transport, self._announcer = transport, announcer
-        self._usability, self._in_flight = usability, in_flight
+        self.in_flight = in_flight  # what is dispatched and not combined
+        self._transport, self._announcer, self._usability = transport, announcer, usability
         self._rank = transport.group.rank
         self._open: list[RoundTrip] = []  # in the order of their starts
-        self._traveling: Pending[Any] | None = None  # the phase that was started last
+        self._traveling: RoundTrip | None = None  # the one whose phase was started last
         self.one_thread = OneThread("the plan", self._rank)  # lets one thread at a time make calls
 
     # -- Turns ---------------------------------------------------------------------------------------------
@@ -63,30 +256,13 @@ class OpenRoundTrips:
     def begin_dispatch(self, spec: ExchangeSpec) -> None:
         """Begin the dispatch of a batch; raise if too many dispatches are in flight."""
         self.begin(spec.layer)
-        self._check_dropped(spec)
-        self._in_flight.check_room(spec)
+        if self._open:
+            self.check_dropped(spec)
+        self.in_flight.check_room(spec)
 
-    def in_use(self, *, layer: str | None, alone: bool) -> AbstractContextManager[None]:
-        """See `Exchange.in_use`."""
-
-        def begin() -> None:
-            self.begin(layer)
-            self._check_dropped()
-            if alone:
-                self._in_flight.check_empty(layer)
-
-        def failed(error: BaseException) -> None:
-            if isinstance(error, PeerLost):
-                self._usability.break_by(error)
-
-        return _Call(self.one_thread, layer, begin, failed)
-
-    def travels(
-        self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None
-    ) -> Pending[Result]:
-        """Note a phase that was started: `finish` runs when it is waited for, or before the next phase starts."""
-        self._traveling = traveling = Pending(finish, check)
-        return traveling
+    def travels(self, trip: RoundTrip) -> None:
+        """Note that a phase of a round trip was started: it is finished before the next phase starts."""
+        self._traveling = trip
 
     def settle(self) -> None:
         """Finish the phase that travels, if one does; raise if it failed."""
@@ -110,7 +286,8 @@ class OpenRoundTrips:
     def end(self, trip: RoundTrip) -> None:
         """Remove a round trip whose phases this rank has all made."""
         self._open = [other for other in self._open if other is not trip]
-        trip.advance = None  # the function keeps the tensors of the batch alive
+        if self._traveling is trip and not trip.travels:
+            self._traveling = None  # it would keep the tensors of the batch alive
 
     def end_all(self, why: str) -> list[RoundTrip]:
         """Give up all round trips, and return them; `why` becomes part of the error of whoever finishes one."""
@@ -146,25 +323,53 @@ class OpenRoundTrips:
                     rank=self._rank,
                 )
 
-    def next_to_advance(self, trip: RoundTrip) -> RoundTrip:
+    def next_due(self, trip: RoundTrip) -> RoundTrip:
         """The round trip that must go on first: the given one, unless the oldest arrival in flight is another's.
 
         That happens if a batch goes in several passes while another one is in flight. All ranks find the same one.
         """
-        oldest = self._in_flight.oldest
-        return next((other for other in self._open if other.arrival is oldest is not None), trip)
+        oldest = self.in_flight.oldest
+        return next((other for other in self._open if other.arrived is oldest is not None), trip)
 
     # -- One error, all ranks ------------------------------------------------------------------------------
 
-    def propagate_errors(self, trip: RoundTrip) -> AbstractContextManager[None]:
+    def in_use(self, *, layer: str | None, alone: bool) -> InUse:
+        """See `Exchange.in_use`."""
+        return InUse(self, layer, alone=alone)
+
+    def whole(self, trip: RoundTrip) -> InTrip:
+        """See `Exchange.begin`."""
+        return InTrip(self, trip, whole=True)
+
+    def propagate_errors(self, trip: RoundTrip) -> InTrip:
         """A context for a part of a round trip: an error inside, on one rank, ends all round trips, on all ranks."""
+        return InTrip(self, trip, whole=False)
 
-        def failed(error: BaseException) -> None:  # an interrupt is announced to the others, too
-            self._end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
+    def enter(self, layer: str | None) -> None:
+        """Let this thread make calls, until `one_thread.leave`; raise if another one does, or in a forked process."""
+        try:
+            self.one_thread.enter()
+        except WrongProcess as error:
+            raise error.at(layer=layer) from None
 
-        return _Call(self.one_thread, trip.spec.layer, _nothing, failed)
+    def begin_use(self, layer: str | None, *, alone: bool) -> None:
+        """Begin a call of the plan that all ranks make; see `Exchange.in_use`."""
+        self.begin(layer)
+        if self._open:
+            self.check_dropped()
+        if alone:
+            self.in_flight.check_empty(layer)
 
-    def _check_dropped(self, spec: ExchangeSpec | None = None) -> None:
+    def fail_use(self, error: BaseException) -> None:
+        """Break the plan if the error of a call is the loss of a rank."""
+        if isinstance(error, PeerLost):
+            self._usability.break_by(error)
+
+    def fail_trip(self, trip: RoundTrip, error: BaseException) -> NoReturn:
+        """End all round trips, on all ranks, because of an error in a part of one; an interrupt is announced, too."""
+        self._end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
+
+    def check_dropped(self, spec: ExchangeSpec | None = None) -> None:
         """Raise if a round trip was dropped unfinished; `spec`: this is asked before a dispatch of that layer."""
         for trip in self._open:
             if trip.is_dropped:
@@ -176,7 +381,7 @@ class OpenRoundTrips:
                     rank=self._rank,
                 )
                 # If there is room for one more dispatch in flight, the other ranks have begun this one, and wait.
-                owes_dispatch = spec is not None and self._in_flight.has_room
+                owes_dispatch = spec is not None and self.in_flight.has_room
                 self._end_by(error, spec or trip.spec, owes_dispatch=owes_dispatch)
 
     def _end_by(self, error: BaseException, spec: ExchangeSpec, *, owes_dispatch: bool) -> NoReturn:
@@ -192,10 +397,10 @@ class OpenRoundTrips:
             if owes_dispatch and settled:
                 self._announce_failed_dispatch(spec, error)
             for other in trips:
-                if other.arrival is not None:
-                    self._in_flight.give_up(other.arrival, error)
+                if other.arrived is not None:
+                    self.in_flight.give_up(other.arrived, error)
 
-        if owes_dispatch or any(other.arrival in self._in_flight for other in trips):
+        if owes_dispatch or any(other.arrived in self.in_flight for other in trips):
             self._fail(spec, error, tell)
         raise error
 
@@ -209,7 +414,7 @@ class OpenRoundTrips:
 
     def give_up(self, arrival: Arrival, error: BaseException) -> NoReturn:
         """Raise an error found after the dispatch had ended; the others receive it in place of this rank's combine."""
-        self._fail(arrival.spec, error, lambda: self._in_flight.give_up(arrival, error))
+        self._fail(arrival.spec, error, lambda: self.in_flight.give_up(arrival, error))
 
     def _fail(self, spec: ExchangeSpec, error: BaseException, tell: Callable[[], None]) -> NoReturn:
         """Announce by `tell` that this rank failed, unless the plan is broken; then raise its error."""
@@ -229,7 +434,7 @@ class OpenRoundTrips:
 
     def _announce_failed_dispatch(self, spec: ExchangeSpec, error: BaseException) -> None:
         told = self._announcer.of_failed_dispatch(spec, error)
-        region = self._in_flight.free_region
+        region = self.in_flight.free_region
         self._transport.fail(Failure(spec=spec, region=region, announcements=told, arrival=None))
 
     def _announce_failed_combine(self, arrival: Arrival, error: BaseException) -> None:
@@ -240,45 +445,67 @@ class OpenRoundTrips:
 
     def tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals, if these were given up, only to announce that."""
-        self._usability.own_process.check(layer=spec.layer)
-        for arrival, error in self._in_flight.take_given_up():
+        if self._usability.own_process.forks != OwnProcess.forks_now:
+            self._usability.own_process.check(layer=spec.layer)
+        for arrival, error in self.in_flight.take_given_up():
             with self._usability.waiting(spec):
                 self._announce_failed_combine(arrival, error)
 
 
-class _Call:
-    """A context for a call that one thread makes: `begin` runs on entering, `failed` if an error leaves it.
+class InUse:
+    """A context for a call of a plan that one thread makes. A class: entering a generator takes microseconds more."""
 
-    A class and no generator, because every call of a layer enters some, and a generator takes microseconds more.
-    """
+    __slots__ = ("_alone", "_layer", "_trips")
 
-    __slots__ = ("_begin", "_failed", "_layer", "_one_thread")
-
-    def __init__(
-        self,
-        one_thread: OneThread,
-        layer: str | None,
-        begin: Callable[[], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._one_thread, self._layer, self._begin, self._failed = one_thread, layer, begin, failed
+    def __init__(self, trips: OpenRoundTrips, layer: str | None, *, alone: bool) -> None:
+        self._trips, self._layer, self._alone = trips, layer, alone
 
     def __enter__(self) -> None:
+        trips = self._trips
+        trips.enter(self._layer)
         try:
-            self._one_thread.enter()
-        except WrongProcess as error:
-            raise error.at(layer=self._layer) from None
-        try:
-            self._begin()
+            trips.begin_use(self._layer, alone=self._alone)
         except BaseException:
-            self._one_thread.leave()
+            trips.one_thread.leave()
             raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._trips.fail_use(error)
+        self._trips.one_thread.leave()
+
+
+class InTrip:
+    """A context for a round trip (`whole`), or for some steps of one: an error inside, on one rank, reaches all."""
+
+    __slots__ = ("_trip", "_trips", "_whole")
+
+    def __init__(self, trips: OpenRoundTrips, trip: RoundTrip, *, whole: bool) -> None:
+        self._trips, self._trip, self._whole = trips, trip, whole
+
+    def __enter__(self) -> RoundTrip:
+        trips, trip = self._trips, self._trip
+        trips.enter(trip.spec.layer)
+        if self._whole:
+            try:
+                trips.begin_use(trip.spec.layer, alone=True)
+            except BaseException:
+                trips.one_thread.leave()
+                raise
+            trips.add(trip)
+        return trip
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if error is not None:
-                self._failed(error)
+                if self._whole:
+                    self._trips.fail_use(error)
+                self._trips.fail_trip(self._trip, error)
+            elif self._whole:
+                self._trips.end(self._trip)
         finally:
-            self._one_thread.leave()
+            self._trips.one_thread.leave()

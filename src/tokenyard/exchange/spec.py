@@ -91,16 +91,19 @@ class ExchangeSpec:
 
     def first_slots(self, counts: Sequence[int]) -> list[int]:
         """The slot of each source rank's first row: windows of `max_tokens`, or with `max_rows` no gaps."""
-        if self.max_rows is None:
-            return [source * self.max_tokens for source in range(len(counts))]
-        return [0, *accumulate(counts[:-1])]
+        return list(self.windows) if self.max_rows is None else [0, *accumulate(counts[:-1])]
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The slot of each source rank's first row, where there is room for all rows that may come."""
+        return tuple(source * self.max_tokens for source in range(self.placement.world))
 
     @cached_property
     def dispatch_slots(self) -> SlotLayout:
         """The payloads of a packet, for all slots of a workspace's dispatch region."""
         return SlotLayout.of(self.dispatch_layout.payloads, self.slots)
 
-    @property
+    @cached_property
     def results_per_row(self) -> int:
         """The most results that a row has on a rank: one, or one for each of its choices."""
         return self.top_k if self.sums_choices else 1
@@ -117,6 +120,16 @@ class ExchangeSpec:
         if self.checksummed:
             payloads += (Payload(name=CHECKSUMS, dtype=torch.int64, width=CHECKSUM_HEAD + len(payloads)),)
         return RowLayout.of(payloads)
+
+    @cached_property
+    def slot_nbytes(self) -> LayerBytes:
+        """The memory that a round trip takes on one rank if rows lie in slots, payload by payload."""
+        return LayerBytes(
+            dispatch_row=sum(payload.nbytes for payload in self.dispatch_slots.payloads),
+            combine_row=sum(payload.nbytes for payload in self.combine_slots.payloads),
+            dispatch=self.dispatch_slots.nbytes,
+            combine=self.combine_slots.nbytes,
+        )
 
     @cached_property
     def nbytes(self) -> LayerBytes:

@@ -21,15 +21,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import HandleError, Reason
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, WayBack, received_rows
+from tokenyard.exchange.results import Results, ResultsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import Format
@@ -39,7 +39,7 @@ from tokenyard.rows import ReceivedRows
 Term = TypeVar("Term")  # what the sum of a combine adds: a tensor of the caller's
 
 
-class Transport(ABC):
+class Transport(ABC, Generic[WayBack]):
     """Moves rows for all layers of a plan, and declares which layers, groups and devices it can serve."""
 
     name: ClassVar[str]  # the name in `EXCHANGES`, or one of your own
@@ -135,17 +135,17 @@ class Transport(ABC):
 
     # -- What is carried -----------------------------------------------------------------------------------
 
-    def serve(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027 (most share no memory)
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers from now on: make room for the largest of them. Collective."""
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers from now on, and give back memory that they do not need. Collective."""
         self.serve(specs)
 
-    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Prepare what the first round trips of these layers would otherwise wait for, such as kernels. Collective."""
 
-    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027
+    def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
         """Launch every kernel that round trips of these layers can launch, so that `gpu_kernels` records it."""
 
     def samples(self, spec: ExchangeSpec) -> Sequence[Callable[[int], ReceivedRows]]:
@@ -157,7 +157,7 @@ class Transport(ABC):
 
         return [sample]
 
-    def synchronize(self) -> None:  # noqa: B027
+    def synchronize(self) -> None:
         """Wait for calls that returned before their work was done; raise their errors. By default there are none."""
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
@@ -169,7 +169,7 @@ class Transport(ABC):
             rank=self.group.rank,
         )
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back the memory that this transport holds or shares."""
 
     # -- What is announced ---------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ class Transport(ABC):
     # -- What moves ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def send(self, batch: Batch) -> Pending[Arrival]:
+    def send(self, batch: Batch) -> Pending[Arrival[WayBack]]:
         """Send each row of a checked batch to every rank that owns one of its experts."""
 
     @abstractmethod
-    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+    def send_back(self, results: Results[WayBack]) -> Pending[ResultsAtHome]:
         """Return checked results to their source ranks."""
 
     def run_overlapped(self, job: Callable[[], Term]) -> Term:
@@ -223,6 +223,10 @@ class Transport(ABC):
         """Bytes of results that this rank puts on the wire for each rank, its own included, in a combine."""
         row = self.region_bytes(arrival.spec).combine_row
         return [count * row for count in arrival.results_due]
+
+    def in_workspace(self, arrival: Arrival[WayBack]) -> Arrival:
+        """An arrival as the memory that ranks share holds it."""
+        return arrival
 
     def lost(self) -> list[int]:
         """The ranks that this transport itself has found to be lost; empty, if it leaves that to the group."""

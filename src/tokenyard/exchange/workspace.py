@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError
-from tokenyard.formats.base import Payload
+from tokenyard.formats.base import Payload, as_bytes
 
 # Bytes. Every payload in a packet, and every packet, starts at a multiple of this: the widest single load of
 # a GPU thread, and a multiple of every dtype's size, so that a payload can be viewed in its own dtype.
@@ -46,14 +46,6 @@ def round_up(size: int, alignment: int = ALIGNMENT) -> int:
     (32, 32)
     """
     return -(-size // alignment) * alignment
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a matrix, `[rows, bytes]`, without a copy where it is laid out row by row already."""
-    # A dimension of size 1 counts as contiguous with any stride, and then cannot be viewed as another dtype.
-    if tensor.stride() != (tensor.shape[1], 1):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(torch.uint8)
 
 
 @dataclass(frozen=True)

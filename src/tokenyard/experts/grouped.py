@@ -363,7 +363,7 @@ def _for_each(
 ) -> None:
     """Call `function` on each item, in parallel if that keeps all threads of a CPU busy."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    if workers.worth_sharing(rows, threads):
+    if threads > 1 and workers.worth_sharing(rows, threads):
         workers.for_each(function, items, threads)
     else:
         for item in items:

@@ -346,3 +346,17 @@ def check_rows(x_TH: Tensor) -> None:
             expected=f"a matrix [T, H] of {', '.join(map(dtype_name, ROW_DTYPES))} with H ≥ 1",
             fix="flatten the batch with x.reshape(-1, hidden_size), and quantize through a format",
         )
+
+
+def check_device(what: str, found: torch.device, device: torch.device) -> None:
+    """Raise unless a tensor is on the group's device: the CPU, or the GPU of the same index."""
+    if found.type != device.type or (device.index is not None and found.index != device.index):
+        raise InputError(f"{what} is on {found}", expected=str(device), fix="move it there first")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a matrix, `[rows, bytes]`, without a copy where it is laid out row by row already."""
+    # A dimension of size 1 counts as contiguous with any stride, and then cannot be viewed as another dtype.
+    if tensor.stride() != (tensor.shape[1], 1):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8)

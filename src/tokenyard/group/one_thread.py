@@ -55,7 +55,8 @@ class OneThread:
 
     def enter(self) -> None:
         """Acquire the lock for this thread, until `leave`; raise if another thread has it, or in a forked process."""
-        self.own_process.check()
+        if self.own_process.forks != OwnProcess.forks_now:
+            self.own_process.check()
         if self._helper is not None:
             self.await_helper()
         if not self._lock.acquire(False):

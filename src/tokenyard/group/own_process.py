@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from tokenyard.errors import HandleError, WrongProcess
@@ -26,8 +26,6 @@ from tokenyard.errors import HandleError, WrongProcess
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# How many forks lie between this process and the first one that loaded this module.
-_forks = 0
 # The objects that a forked child must not free, by their ids.
 _kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -38,20 +36,26 @@ class OwnProcess:
     >>> OwnProcess("the plan").check()
     """
 
-    __slots__ = ("_forks", "_pid", "_rank", "_what")
+    __slots__ = ("_pid", "_rank", "_what", "forks")
+
+    forks_now: ClassVar[int] = (
+        0  # how many forks lie between this process and the first one that loaded this module
+    )
 
     def __init__(self, what: str, rank: int | None = None) -> None:
         self._what, self._rank = what, rank
-        self._forks, self._pid = _forks, os.getpid()
+        # `forks_now` when it was made. Code that checks in every call of a layer compares the two itself.
+        self.forks = OwnProcess.forks_now
+        self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process in which the object was made."""
-        return self._forks == _forks
+        return self.forks == OwnProcess.forks_now
 
     def check(self, *, layer: str | None = None) -> None:
         """Raise if this process was forked from the one in which the object was made."""
-        if self._forks != _forks:
+        if self.forks != OwnProcess.forks_now:
             raise WrongProcess(
                 f"{self._what} is of process {self._pid}, and process {os.getpid()}, which was forked from it, uses it",
                 expected="calls in the process that made it: a forked one has neither its threads nor its connections",
@@ -115,8 +119,7 @@ def end_forked_child(error: BaseException | None) -> NoReturn:
 
 
 def _after_fork_in_child() -> None:
-    global _forks  # noqa: PLW0603
-    _forks += 1
+    OwnProcess.forks_now += 1
     for kept in list(_kept.values()):
         # A reference that is never given back. One that Python knew would be given back when the interpreter ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

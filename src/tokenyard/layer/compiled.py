@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._library.effects import EffectType
 
 from tokenyard.errors import HandleError, TokenyardError
-from tokenyard.layer.sender import Batch
+from tokenyard.layer.call import Inputs
 from tokenyard.routing import Routes
 
 # What to do where gradients are refused.
@@ -180,9 +180,9 @@ def is_training_step(module: nn.Module, inputs: Iterable[Tensor | None]) -> bool
     return any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
 
-def refuse_training(layer: Any, batch: Batch) -> None:
+def refuse_training(layer: Any, inputs: Inputs) -> None:
     """Raise if a call is one of a training, before its rows are sent."""
-    if torch.is_grad_enabled() and is_training_step(layer, _given(batch)):
+    if is_training_step(layer, _given(inputs)):
         raise HandleError(
             "the layer was called in training mode, with gradients enabled and an input that requires them",
             expected="inference: experts are not differentiated",
@@ -191,11 +191,11 @@ def refuse_training(layer: Any, batch: Batch) -> None:
         )
 
 
-def _given(batch: Batch) -> list[Tensor]:
+def _given(inputs: Inputs) -> list[Tensor]:
     """The tensors of a call whose gradients could be asked for."""
-    routed = batch.routes_or_logits
+    routed = inputs.routes_or_logits
     routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
-    return [one for one in (batch.x_TH, routed, batch.add) if isinstance(one, Tensor)]
+    return [one for one in (inputs.x_TH, routed, inputs.add) if isinstance(one, Tensor)]
 
 
 def without_gradient(
@@ -219,12 +219,10 @@ class _NoGradient(torch.autograd.Function):
         raise ctx.error()
 
 
-def refuse_gradients(layer: Any, y_TH: Tensor, batch: Batch) -> Tensor:
+def refuse_gradients(layer: Any, y_TH: Tensor, inputs: Inputs) -> Tensor:
     """The result of an eager call; `backward` through it raises."""
-    if not torch.is_grad_enabled():
-        return y_TH
-    inputs = itertools.chain(_given(batch), layer.parameters())
-    return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
+    asked = itertools.chain(_given(inputs), layer.parameters())
+    return without_gradient(y_TH, asked, partial(_no_gradient, layer.name))
 
 
 def _no_gradient(layer: str) -> HandleError:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, InputError
 from tokenyard.formats.base import is_matrix
+from tokenyard.layer.call import Inputs
 from tokenyard.layer.compiled import refuse_gradients
 from tokenyard.layer.moe_layer import MoELayer
-from tokenyard.layer.sender import Batch
 from tokenyard.routing import Routes
 from tokenyard.rows import describe
 
@@ -65,7 +65,7 @@ def overlapped(
         pending.compute()
     for pending in started:
         pending.finish()
-    return refuse_gradients(layer, y_TH, Batch(x_TH, routes_or_logits, add=add))
+    return refuse_gradients(layer, y_TH, Inputs(x_TH, routes_or_logits, add=add))
 
 
 def _check_parts(layer: MoELayer, parts: int) -> None:
@@ -97,7 +97,7 @@ def _check_rows(layer: MoELayer, given: Mapping[str, Any]) -> None:
         for part in parts:
             if not (is_matrix(part) and len(part) == num_tokens) and (part is not None or name == "x_TH"):
                 exchange = layer.plan.exchange
-                with exchange.trips.propagate_errors(exchange.open_round_trip(layer.wiring.exchange_spec)):
+                with exchange.trips.propagate_errors(exchange.open(layer.wiring.exchange_spec)):
                     raise InputError(
                         f"of a batch that is cut into parts, {name} is {describe(part)}",
                         expected="a matrix with a row for each token"

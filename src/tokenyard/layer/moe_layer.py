@@ -12,7 +12,8 @@ x_TH ── router ──► routes
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group.base import Background
 from tokenyard.group.own_process import not_pickled
+from tokenyard.layer.building import LocalIds, build_experts, built_for, check_fits, check_shared
+from tokenyard.layer.call import Call, Inputs, SharedExpertsCall, check_rows, route, run_experts
 from tokenyard.layer.compiled import (
     call_operator,
     outside_of_the_graph,
@@ -34,8 +37,6 @@ from tokenyard.layer.compiled import (
     register,
 )
 from tokenyard.layer.pending import PendingBatch
-from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
-from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.layer_kernels import load_kernels
 from tokenyard.planning.planner import Plan, state_of, wiring_in
@@ -145,40 +146,83 @@ class MoELayer(nn.Module):
         """Send tokens to their experts, and return the sum of the results, plus `add` if given, in `out` if given."""
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
-        batch = Batch(x_TH, routes_or_logits, payloads, out, add)
+        inputs = Inputs(x_TH, routes_or_logits, payloads, out, add)
         while self._state.survive:
             try:
-                y_TH = self._call(batch)
+                y_TH = self._call(inputs)
             except PeerLost as loss:
                 self._state.go_on_after(loss, self.name)  # raises what is not survived
             else:
                 self._state.calls += 1
                 return y_TH
-        return self._call(batch)
+        return self._call(inputs)
 
-    def _call(self, batch: Batch) -> Tensor:
-        exchange, shared = self.plan.exchange, None
+    def _call(self, inputs: Inputs) -> Tensor:
+        shared = None
         if self.shared is not None:
             shared = SharedExpertsCall(self.shared, self.plan.group, self.name)
-        with exchange.in_use(layer=self.name, alone=True), shared or NO_CONTEXT:
-            trip = self._open_trip(ahead=shared is not None and not shared.in_thread)
-            with exchange.trips.propagate_errors(trip):  # an error on one rank reaches all
-                self._depart(trip, batch, shared)
-                trip.ahead = False
-                y_TH = trip.come_home()
-            exchange.trips.end(trip)
-            return refuse_gradients(self, y_TH, batch)
+        with shared or NO_CONTEXT, self._begin() as trip:  # an error on one rank reaches all
+            call = self._depart(trip, inputs, shared, ahead=shared is not None and not shared.in_thread)
+            while not trip.is_sent_back:  # one pass, unless `max_rows` cuts the batch
+                self._advance(trip, call)
+            y_TH = trip.result()
+        return refuse_gradients(self, y_TH, inputs) if torch.is_grad_enabled() else y_TH
+
+    def _begin(self) -> AbstractContextManager[RoundTrip]:
+        if self._state.changes is not None:
+            self._state.changes.between_calls(self.name)  # experts that have moved are served from here on
+        spec = self.wiring.exchange_spec
+        return self.plan.exchange.begin(spec, takes_slots=self.experts.skips_empty_slots)
+
+    def _depart(
+        self,
+        trip: RoundTrip,
+        inputs: Inputs,
+        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None = None,
+        *,
+        ahead: bool = False,
+    ) -> Call:
+        """Send rows out, and run the shared experts while they travel."""
+        wiring, exchange = self._wiring, self.plan.exchange
+        terms: list[Tensor | Background[Tensor]] = [] if inputs.add is None else [inputs.add]
+        call = Call(wiring, inputs, terms, Audit(wiring) if wiring.exchange_spec.checksummed else None)
+        if torch.is_grad_enabled():
+            refuse_training(self, inputs)
+        with call.recording():  # a paranoid plan counts every duty
+            check_rows(wiring, inputs.x_TH)
+            routes = route(wiring, inputs.routes_or_logits)
+            rows = exchange.encode(wiring.exchange_spec, inputs.x_TH)
+            trip.send(rows, routes, inputs.payloads, ahead=ahead)
+        if shared is not None:
+            terms.insert(0, exchange.run_overlapped(partial(shared, inputs.x_TH)))
+        return call
+
+    def _run_experts(self, trip: RoundTrip, call: Call) -> ExpertResult:
+        """Wait for the rows of this pass, and run the experts on them."""
+        with call.recording():
+            received = trip.receive()
+            result = run_experts(call.wiring, self.experts, received, self._slot_of_L)
+            if call.audit is not None:
+                call.audit.settle(call.inputs.x_TH.shape[0], call.inputs.routes_or_logits, received)
+        return result
+
+    def _advance(self, trip: RoundTrip, call: Call, *, ahead: bool = False) -> None:
+        """Run the experts on the rows of this pass, send the results back, and start the next pass, if there is one."""
+        result = self._run_experts(trip, call)
+        trip.send_back(result, out=call.inputs.out, add=call.terms, ahead=ahead)
+        if trip.owes_dispatch:
+            trip.send_next()
 
     def take_part(self) -> None:
         """Take part in a call that the other ranks make, without tokens of this rank."""
         self._call(self.no_tokens())
 
-    def no_tokens(self) -> Batch:
+    def no_tokens(self) -> Inputs:
         """The batch of a rank that has no tokens."""
         spec, device = self.wiring.spec, self.plan.group.device
         ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64, device=device)
         scaling = self.wiring.exchange_spec.routed_scaling
-        return Batch(
+        return Inputs(
             x_TH=torch.empty(0, spec.hidden_size, dtype=spec.dtype, device=device),
             routes_or_logits=Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling),
             payloads={p.name: torch.empty(0, p.width, dtype=p.dtype, device=device) for p in spec.payloads},
@@ -198,78 +242,17 @@ class MoELayer(nn.Module):
 
         In a plan with `survive=True`, do not change rows and routes before `finish` returns: they may be sent again.
         """
-        batch = Batch(x_TH, routes_or_logits, payloads, out, add)
-        finish = partial(refuse_gradients, self, batch=batch)
-        return PendingBatch(self, partial(self._start, batch), finish)
-
-    def _start(self, batch: Batch) -> RoundTrip:
-        trip = self._open_trip(ahead=True)
-        with self.plan.exchange.trips.propagate_errors(trip):
-            self._depart(trip, batch, self.shared)
-        return trip
-
-    def _open_trip(self, *, ahead: bool) -> RoundTrip:
-        if self._state.changes is not None:
-            self._state.changes.between_calls(self.name)  # experts that have moved are served from here on
-        trip = self.plan.exchange.open_round_trip(self.wiring.exchange_spec)
-        trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
-        return trip
-
-    def _depart(
-        self,
-        trip: RoundTrip,
-        batch: Batch,
-        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
-    ) -> None:
-        """Send rows out, run the shared experts while they travel, and set the trip's next step, `trip.advance`."""
-        run = self._send(trip, batch)
-        terms: list[Tensor | Background[Tensor]] = [] if batch.add is None else [batch.add]
-        if shared is not None:
-            terms.insert(0, self.plan.exchange.run_overlapped(partial(shared, batch.x_TH)))
-        trip.advance = partial(_advance, trip, run, batch.out, terms)
+        return PendingBatch(self, Inputs(x_TH, routes_or_logits, payloads, out, add))
 
     @outside_of_the_graph
     def unreduced(
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """Do what `forward` does up to the sum over ranks, which is left to the caller (`reduce_ranks="caller"`)."""
-        if self._state.changes is not None:
-            self._state.changes.between_calls(self.name)
-        with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
-            run = self._send(trip, Batch(x_TH, routes_or_logits, payloads))
-            passes = [trip.combine_unreduced(run())]
+        with self._begin() as trip:
+            call = self._depart(trip, Inputs(x_TH, routes_or_logits, payloads))
+            passes = [trip.combine_unreduced(self._run_experts(trip, call))]
             while trip.owes_dispatch:  # of the next pass
-                trip.start_next()
-                passes.append(trip.combine_unreduced(run()))
+                trip.send_next()
+                passes.append(trip.combine_unreduced(self._run_experts(trip, call)))
             return RankRows.joined(passes)
-
-    def _send(self, trip: RoundTrip, batch: Batch) -> Callable[[], ExpertResult]:
-        """Send rows out; return a function that waits for the rows of this dispatch and runs the experts on them."""
-        wiring, x_TH, routes_or_logits = self._wiring, batch.x_TH, batch.routes_or_logits
-        audit = Audit(wiring)
-        refuse_training(self, batch)
-
-        def run() -> ExpertResult:
-            with audit.recording():
-                received = trip.received()
-                result = run_experts(wiring, self.experts, received, self._slot_of_L)
-                audit.settle(x_TH.shape[0], routes_or_logits, received)
-            return result
-
-        with audit.recording():  # a paranoid plan counts every duty
-            check_rows(wiring, x_TH)
-            routes = route(wiring, routes_or_logits)
-            trip.send(x_TH, routes, batch.payloads)
-        return run
-
-
-def _advance(
-    trip: RoundTrip,
-    run: Callable[[], ExpertResult],
-    out: Tensor | None,
-    terms: Sequence[Tensor | Background[Tensor]],
-) -> None:
-    """Run the experts on the received rows, start the combine, and start the next pass if the batch has more."""
-    trip.start_combine(run(), out=out, add=terms)
-    if trip.owes_dispatch:  # of the next pass
-        trip.start_next()

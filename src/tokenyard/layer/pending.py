@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from tokenyard.errors import HandleError, PeerLost
 from tokenyard.exchange import RoundTrip
+from tokenyard.layer.call import Call, Inputs
+from tokenyard.layer.compiled import refuse_gradients
 from tokenyard.planning.planner import state_of
 
 if TYPE_CHECKING:
@@ -26,19 +29,19 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+# Batches that were started, by their round trips. With several passes (`max_rows`), results go back in the order of the
+# dispatches of all batches: to compute one, another one may have to go on first.
+_started: WeakValueDictionary[RoundTrip, PendingBatch] = WeakValueDictionary()
+
 
 class PendingBatch:
     """What `layer.start` returns. Each must be finished once, in the order of the starts; dropping one is an error."""
 
-    def __init__(
-        self,
-        layer: MoELayer,
-        start: Callable[[], RoundTrip],
-        finish: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._layer, self._start, self._finish = layer, start, finish
+    def __init__(self, layer: MoELayer, inputs: Inputs) -> None:
+        self._layer, self._inputs = layer, inputs
         self._is_finished = False
         self._trip: RoundTrip | None = None
+        self._call: Call | None = None
         self._surviving(lambda trip: None)
 
     def _surviving(self, step: Callable[[RoundTrip], Result]) -> Result:
@@ -51,6 +54,17 @@ class PendingBatch:
                 state_of(self._layer.plan).go_on_after(loss, self._layer.name)  # raises what is not survived
                 self._trip = None
 
+    def _start(self) -> RoundTrip:
+        layer = self._layer
+        if (changes := state_of(layer.plan).changes) is not None:
+            changes.between_calls(layer.name)  # experts that have moved are served from here on
+        exchange = layer.plan.exchange
+        trip = exchange.open(layer.wiring.exchange_spec, takes_slots=layer.experts.skips_empty_slots)
+        with exchange.trips.propagate_errors(trip):
+            self._call = layer._depart(trip, self._inputs, layer.shared, ahead=True)
+        _started[trip] = self
+        return trip
+
     def compute(self) -> None:
         """Wait for the rows that this rank receives, run its experts on them, and start sending the results back.
 
@@ -62,12 +76,15 @@ class PendingBatch:
     def _compute(self, trip: RoundTrip, *, ahead: bool) -> None:
         trips = self._layer.plan.exchange.trips
         trips.check_turn(trip)
-        trip.ahead = ahead
         while not trip.is_sent_back:
-            ready = trips.next_to_advance(trip)
-            with trips.propagate_errors(ready):
-                assert ready.advance is not None  # `layer.start` has set it
-                ready.advance()
+            due = trips.next_due(trip)
+            batch = _started.get(due)
+            if batch is None:
+                trips.check_dropped()  # raises on all ranks
+            with trips.propagate_errors(due):
+                assert batch is not None
+                assert batch._call is not None
+                batch._layer._advance(due, batch._call, ahead=ahead if batch is self else True)
 
     def finish(self) -> Tensor:
         """Wait for the results of this rank's tokens, and return their sum, as `layer(x_TH, routes)` does."""
@@ -84,14 +101,14 @@ class PendingBatch:
         state = state_of(layer.plan)
         if state.survive:
             state.calls += 1
-        return self._finish(y_TH)
+        return refuse_gradients(layer, y_TH, self._inputs)
 
     def _come_home(self, trip: RoundTrip) -> Tensor:
         trips = self._layer.plan.exchange.trips
         self._compute(trip, ahead=False)
         self._is_finished = True
         with trips.propagate_errors(trip):
-            y_TH = trip.combined().y_TH
+            y_TH = trip.result()
         trips.end(trip)
         return y_TH
 

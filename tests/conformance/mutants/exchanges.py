@@ -5,33 +5,21 @@ from contextlib import nullcontext
 
 import torch
 
-from tokenyard.exchange import Arrival, Exchange, batch_maker
+from tokenyard.exchange import Arrival, RoundTrip, batch_maker
 from tokenyard.exchange.passes import RowBound
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.rows import CombinedRows
 
 
 def takes_old_handles(patch):
-    right = Exchange.combine
+    right = RoundTrip.combine
 
-    def combine(self, arrival, result, **options):
-        if arrival not in self._in_flight and self.rounds:
-            return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
-        return right(self, arrival, result, **options)
+    def combine(self, result, **options):
+        if self.arrival not in self._trips.in_flight and self._exchange.rounds:
+            return CombinedRows(y_TH=torch.zeros(self.arrival.routes.num_tokens, 1))
+        return right(self, result, **options)
 
-    patch.setattr(Exchange, "combine", combine)
-
-
-def takes_handles_of_other_plans(patch):
-    """Combines a handle of whatever plan, as zeros."""
-    right = Exchange.combine
-
-    def combine(self, arrival, result, **options):
-        if arrival not in self._in_flight and arrival.round == 1 and self.rounds == 0:
-            return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
-        return right(self, arrival, result, **options)
-
-    patch.setattr(Exchange, "combine", combine)
+    patch.setattr(RoundTrip, "combine", combine)
 
 
 def no_limit(patch):

@@ -13,7 +13,7 @@ from tests.known_bugs.known_bug import (
     batches,
 )
 from tests.models import spec
-from tokenyard.exchange import batch as exchange_batch
+from tokenyard.exchange import results
 from tokenyard.experts import GroupedExperts, grouped
 from tokenyard.rows import ExpertRows, LocalRoutes
 
@@ -37,12 +37,12 @@ def weights_never_applied(patch):
 
 
 def reduced_twice_over_ranks(patch):
-    right = exchange_batch.sum_over_ranks
+    right = results.sum_over_ranks
 
     def sum_over_ranks(home, tokens_by_rank, out_TH, add):
         return right([*home, *home], [*tokens_by_rank, *tokens_by_rank], out_TH, add)
 
-    patch.setattr(exchange_batch, "sum_over_ranks", sum_over_ranks)
+    patch.setattr(results, "sum_over_ranks", sum_over_ranks)
 
 
 def never_reduced_over_ranks(patch):
@@ -51,7 +51,7 @@ def never_reduced_over_ranks(patch):
             out_TH[tokens] = rows.decode(out_TH.dtype)  # the last rank to answer is right
         return out_TH
 
-    patch.setattr(exchange_batch, "sum_over_ranks", sum_over_ranks)
+    patch.setattr(results, "sum_over_ranks", sum_over_ranks)
 
 
 def reduced_twice_over_experts(patch):

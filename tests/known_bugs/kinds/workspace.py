@@ -71,17 +71,16 @@ def combine_over_dispatch(patch):
     def combine(self, rank, exchange_spec, flight):
         dispatch = self.layout.dispatch_region(flight)
         behind = dispatch.offset + exchange_spec.dispatch_slots.nbytes  # of this layer, not of the largest
-        return self._slots(
-            exchange_spec.combine_slots, rank, Region(offset=behind, nbytes=self.layout.combine)
-        )
+        region = Region(offset=behind, nbytes=self.layout.combine)
+        return exchange_spec.combine_slots.views(region.of(self.buffers[rank]))
 
     patch.setattr(Workspace, "combine", combine)
 
 
 def result_aliases_the_workspace(patch):
-    from tokenyard.exchange import batch as exchange_batch
+    from tokenyard.exchange import results
 
-    right = exchange_batch.sum_over_ranks
+    right = results.sum_over_ranks
 
     def sum_over_ranks(home, tokens_by_rank, out_TH, add):
         from_ranks = [rows for rows in home if rows.num_rows]
@@ -89,7 +88,7 @@ def result_aliases_the_workspace(patch):
             return from_ranks[0].decode(out_TH.dtype)  # one row each: nothing to sum, no copy
         return right(home, tokens_by_rank, out_TH, add)
 
-    patch.setattr(exchange_batch, "sum_over_ranks", sum_over_ranks)
+    patch.setattr(results, "sum_over_ranks", sum_over_ranks)
 
 
 def _grow(group):

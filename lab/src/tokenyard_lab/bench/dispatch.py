@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import InputError
-from tokenyard.exchange import EXCHANGES, Arrival, Exchange, ExchangeSpec, resolve
+from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, RoundTrip, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
@@ -189,10 +189,10 @@ class _Ours:
         self._combine(dispatched)
         return arrived, self.y_TH.clone()
 
-    def _dispatch(self) -> Arrival:
+    def _dispatch(self) -> RoundTrip:
         return self.exchange.dispatch(self.exchange_spec, self.batch.rows, self.batch.routes)
 
-    def _combine(self, dispatched: Arrival) -> None:
+    def _combine(self, dispatched: RoundTrip) -> None:
         assert self.results_RH is not None
         result: ExpertRows | PlacedRows = ExpertRows(rows_RH=self.results_RH)
         buffer = dispatched.received.results if self.places else None
@@ -201,7 +201,7 @@ class _Ours:
                 buffer.rows_SH[buffer.slots_R] = self.results_RH.to(buffer.rows_SH.dtype)
                 self._written.add(buffer.rows_SH.data_ptr())
             result = buffer.placed()
-        self.exchange.combine(dispatched, result, out=self.y_TH)
+        dispatched.combine(result, out=self.y_TH)
 
 
 def _contents(received: ReceivedRows) -> list[Tensor]:

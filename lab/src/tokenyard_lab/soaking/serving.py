@@ -14,7 +14,7 @@ from tokenyard.experts import ExpertWeights
 from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import QuantizedMatrix
 from tokenyard.layer import MoELayer
-from tokenyard.layer.receiver import run_experts
+from tokenyard.layer.call import run_experts
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
@@ -112,7 +112,7 @@ def two_in_flight(first: Served, second: Served, batches: tuple[Batch, Batch]) -
     home = []
     for served, flight in zip((first, second), flights, strict=True):
         result = run_experts(served.layer.wiring, served.layer.experts, flight.received)
-        home.append(exchange.combine(flight, result).y_TH.cpu())
+        home.append(flight.combine(result).y_TH.cpu())
     return home[0], home[1]
 
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.batch import Batch
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, SOURCE, TOKEN, ExchangeSpec
-from tokenyard.exchange.workspace import as_bytes
-from tokenyard.formats.base import EncodedRows
+from tokenyard.formats.base import EncodedRows, as_bytes
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 

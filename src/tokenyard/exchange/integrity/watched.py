@@ -25,16 +25,7 @@ from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, aside
 from tokenyard.errors import ContractError, Corrupted, PeerFailed, PeerLost, TokenyardError
-from tokenyard.exchange.batch import (
-    Arrival,
-    Batch,
-    Failure,
-    Results,
-    ResultsAtHome,
-    RowsAtHome,
-    SumWatch,
-)
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure
 from tokenyard.exchange.integrity.checksums import (
     ResultNumbers,
     check_back,
@@ -44,6 +35,7 @@ from tokenyard.exchange.integrity.checksums import (
 )
 from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES, WorkspaceGuards
 from tokenyard.exchange.passes import TooManyRows
+from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome, SumWatch
 from tokenyard.exchange.spec import CHECKSUMS, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.hierarchical import HierarchicalTransport
@@ -91,12 +83,8 @@ class WatchedTransport(Transport):
         if self.guards is not None:
             self.guards.look_after_workspace()
 
-    def _in_workspace(self, arrival: Arrival) -> Arrival:
-        """An arrival as the workspace holds it: in `hierarchical`, with the rows that the relays of the host sent."""
-        if not self._sums_in_hosts:
-            return arrival
-        inside = arrival.way_back.inside
-        return replace(arrival, spec=inside.spec, counts_W=inside.counts_W)
+    def in_workspace(self, arrival: Arrival) -> Arrival:
+        return self.inner.in_workspace(arrival)
 
     def record_launches(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inner.record_launches(specs)
@@ -174,7 +162,7 @@ class WatchedTransport(Transport):
         arrival = replace(arrival, received=received, checksums_RC=checksums_RC)
         try:
             if self.guards is not None:
-                self.guards.check_arrival(self._in_workspace(arrival))
+                self.guards.check_arrival(self.in_workspace(arrival))
             self._check_rows(arrival)
         except Exception as error:
             return replace(arrival, problem=error)
@@ -193,7 +181,7 @@ class WatchedTransport(Transport):
         def look() -> None:
             self._check_rows(arrival)  # nobody has written into them while the experts ran
             if self.guards is not None:
-                there = self._in_workspace(arrival)
+                there = self.in_workspace(arrival)
                 if encoded is None:
                     by_experts = results.rows_RH is None
                     self.guards.add_checksums(there, self._checksums_back, by_experts=by_experts)

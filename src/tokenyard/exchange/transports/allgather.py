@@ -12,15 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.exchange.batch import (
-    Arrival,
-    Batch,
-    Failure,
-    Results,
-    ResultsAtHome,
-    received_rows,
-)
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, received_rows
+from tokenyard.exchange.results import Results, ResultsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.messages import Mailbox
@@ -29,7 +22,7 @@ from tokenyard.group.base import Group, Pending
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
-class AllgatherTransport(Transport):
+class AllgatherTransport(Transport[None]):
     """Sends all tokens to all ranks; each rank keeps the rows of its own experts."""
 
     name = "allgather"
@@ -54,11 +47,11 @@ class AllgatherTransport(Transport):
     def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
         return counts[-1:]
 
-    def send(self, batch: Batch) -> Pending[Arrival]:
+    def send(self, batch: Batch) -> Pending[Arrival[None]]:
         packets = self.pack(batch)
         answers = self.announce(batch.announcements)
 
-        def receive() -> Arrival:
+        def receive() -> Arrival[None]:
             heard = answers.wait()
             tokens = [announcement.tokens for announcement in heard]
             arrived = self.group.all_gather_rows(packets, tokens, phase="dispatch")
@@ -105,7 +98,7 @@ class AllgatherTransport(Transport):
         local = LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
         return ReceivedRows(rows=rows.rows, routes=local, counts_W=rows.counts_W, extra=rows.extra)
 
-    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+    def send_back(self, results: Results[None]) -> Pending[ResultsAtHome]:
         return send_back(self.mailbox, results)
 
     def fail(self, failure: Failure) -> None:

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from tokenyard import formats
 from tokenyard.exchange.announcement import Announcement, Announcements
-from tokenyard.exchange.batch import Batch, tokens_by_rank
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import Batch, BatchRoutes, tokens_by_rank
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transports.host_map import HostMap
 from tokenyard.exchange.transports.one_sided.inside_host import InsideHost
-from tokenyard.exchange.workspace import as_bytes
+from tokenyard.formats.base import as_bytes
 from tokenyard.routing import Placement, Routes
 
 

@@ -41,18 +41,8 @@ from torch import Tensor
 
 from tokenyard.errors import PeerFailed, PeerLost, Reason, shown
 from tokenyard.exchange.announcement import Announcement, Announcements, not_due
-from tokenyard.exchange.batch import (
-    Arrival,
-    Batch,
-    Failure,
-    Results,
-    ResultsAtHome,
-    RowsAtHome,
-    SumWatch,
-    numbered,
-    tokens_by_rank,
-)
-from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, numbered, tokens_by_rank
+from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome, SumWatch
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.forwarding import Forwarding, host_map, inside_spec
@@ -85,7 +75,7 @@ class _WayBack:
     heads_NC: Tensor | None
 
 
-class HierarchicalTransport(Transport):
+class HierarchicalTransport(Transport[_WayBack]):
     """Sends each row once to each host, in a message, and forwards it inside the host by `one_sided`."""
 
     name = "hierarchical"
@@ -232,7 +222,7 @@ class HierarchicalTransport(Transport):
 
     # -- The way out ---------------------------------------------------------------------------------------
 
-    def send(self, batch: Batch) -> Pending[Arrival]:
+    def send(self, batch: Batch) -> Pending[Arrival[_WayBack]]:
         tokens_by_host = self._tokens_by_host(batch.routes)
         if batch.ahead and self.group.device.type == "cpu":
             batch = (
@@ -245,7 +235,7 @@ class HierarchicalTransport(Transport):
         self._write(batch, tokens_by_host, outgoing.packets_by_rank)
         crossing = outgoing.start(batch.announcements, self._arriving)
 
-        def receive() -> Arrival:
+        def receive() -> Arrival[_WayBack]:
             with self._waiting_in_group():
                 came = crossing.wait()
             forwarded, by_source = self._forwarded(batch, came.packets_by_rank, came.heard)
@@ -365,7 +355,7 @@ class HierarchicalTransport(Transport):
 
     # -- The way back --------------------------------------------------------------------------------------
 
-    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+    def send_back(self, results: Results[_WayBack]) -> Pending[ResultsAtHome]:
         arrival = results.arrival
         if results.rows_RH is not None:
             self._place(arrival, results.rows_RH)
@@ -379,7 +369,7 @@ class HierarchicalTransport(Transport):
         return Pending(finish)
 
     def _exchange_sums(
-        self, arrival: Arrival, announcements: Announcements, watch: SumWatch | None
+        self, arrival: Arrival[_WayBack], announcements: Announcements, watch: SumWatch | None
     ) -> ResultsAtHome:
         """Send the sums of this host to their sources, and wait for those of this rank's tokens."""
         stride, none = arrival.spec.combine_layout.stride, [0] * self.group.size
@@ -421,7 +411,7 @@ class HierarchicalTransport(Transport):
         return counts
 
     @torch.no_grad()
-    def _place(self, arrival: Arrival, rows_RH: Tensor) -> None:
+    def _place(self, arrival: Arrival[_WayBack], rows_RH: Tensor) -> None:
         """Write results where the relays of this host read them."""
         buffer = arrival.received.results
         assert buffer is not None
@@ -430,7 +420,7 @@ class HierarchicalTransport(Transport):
         (data,) = wire.encode(rows_RH.detach()).payloads.values()
         buffer.rows_SH[buffer.slots_R] = data
 
-    def _sums_for_sources(self, arrival: Arrival) -> list[int]:
+    def _sums_for_sources(self, arrival: Arrival[_WayBack]) -> list[int]:
         """The sums that this rank, as a relay, returns to each rank of another host."""
         sent = [0] * self.group.size
         for source, count in arrival.way_back.counts_by_source.items():
@@ -440,11 +430,10 @@ class HierarchicalTransport(Transport):
 
     @torch.no_grad()
     def _sum(
-        self, arrival: Arrival, packets_by_rank: Sequence[Tensor], watch: SumWatch | None
+        self, arrival: Arrival[_WayBack], packets_by_rank: Sequence[Tensor], watch: SumWatch | None
     ) -> EncodedRows:
         """Write the sums over this host's ranks for sources elsewhere into packets; return this rank's own."""
         spec, way_back = arrival.spec, arrival.way_back
-        assert isinstance(way_back, _WayBack)
         counts = way_back.counts_by_source
         dtype = way_back.inside.spec.sum_dtype
         assert dtype is not None
@@ -474,11 +463,13 @@ class HierarchicalTransport(Transport):
         assert own is not None  # every rank is its own relay
         return own
 
-    def _due(self, arrival: Arrival) -> list[int]:
+    def _due(self, arrival: Arrival[_WayBack]) -> list[int]:
         """The number of sums that each relay returns to this rank."""
         return self._rows_for_relays([tokens.numel() for tokens in arrival.way_back.tokens_by_host])
 
-    def _at_home(self, arrival: Arrival, arrived: Sequence[Tensor], own: EncodedRows) -> ResultsAtHome:
+    def _at_home(
+        self, arrival: Arrival[_WayBack], arrived: Sequence[Tensor], own: EncodedRows
+    ) -> ResultsAtHome:
         """The sums of all hosts for this rank's own tokens, as results at home."""
         spec = arrival.spec
         sums_by_host = []
@@ -492,7 +483,7 @@ class HierarchicalTransport(Transport):
             ranks=tuple(self.hosts.relay(self.group.rank, host) for host in range(len(sums_by_host))),
         )
 
-    def bytes_returned(self, arrival: Arrival) -> list[int]:
+    def bytes_returned(self, arrival: Arrival[_WayBack]) -> list[int]:
         """Bytes of sums for the sources on other hosts whose relay this rank is, and of results inside its host."""
         inside = declarations.slot_bytes(self._forwarding[arrival.spec.index].spec).combine_row
         returned = [0] * self.group.size
@@ -501,6 +492,11 @@ class HierarchicalTransport(Transport):
         for rank in self.hosts.ranks[self.host]:
             returned[rank] = arrival.counts_W[rank] * inside
         return returned
+
+    def in_workspace(self, arrival: Arrival[_WayBack]) -> Arrival:
+        """An arrival with the rows that the relays of this host sent."""
+        inside = arrival.way_back.inside
+        return replace(arrival, spec=inside.spec, counts_W=inside.counts_W)
 
     # -- Failures ------------------------------------------------------------------------------------------
 

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
-from tokenyard.exchange.reduce import without_graph
+from tokenyard.exchange.batch import Arrival, Batch, Failure, without_graph
+from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.transport import Transport
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Pending
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
-class LocalTransport(Transport):
+class LocalTransport(Transport[None]):
     """Serves a group of one rank: its rows go to its own experts."""
 
     name = "local"
@@ -29,13 +29,13 @@ class LocalTransport(Transport):
     most_ranks = 1
     carries_logits = True
 
-    def send(self, batch: Batch) -> Pending[Arrival]:
+    def send(self, batch: Batch) -> Pending[Arrival[None]]:
         announcements = batch.announcements
         announcer, bound = announcements.announcer, announcements.bound
         fits = bound is None or batch.routes.counts[0] <= bound.max_rows
         arrival = batch.arrived(_received(batch), batch.routes.counts) if fits else None
 
-        def meet() -> Arrival:
+        def meet() -> Arrival[None]:
             announcements.all_met()
             announcer.noticed([announcer.notice()])
             if bound is not None:
@@ -45,7 +45,7 @@ class LocalTransport(Transport):
 
         return Pending(meet)
 
-    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+    def send_back(self, results: Results[None]) -> Pending[ResultsAtHome]:
         assert results.encoded is not None
         # Detached: experts may return tensors that require a gradient, and results at home never do.
         payloads = {name: without_graph(payload) for name, payload in results.encoded.payloads.items()}

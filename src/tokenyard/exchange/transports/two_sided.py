@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
+from tokenyard.exchange.batch import Arrival, Batch, Failure, received_rows
+from tokenyard.exchange.results import Results, ResultsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.messages import HOME, Mailbox, Outgoing
@@ -20,7 +21,7 @@ from tokenyard.exchange.transports.way_back import send_back
 from tokenyard.group.base import Group, Pending
 
 
-class TwoSidedTransport(Transport):
+class TwoSidedTransport(Transport[Outgoing | None]):
     """Sends each rank a message with rows, and gets one back with results."""
 
     name = "two_sided"
@@ -33,13 +34,13 @@ class TwoSidedTransport(Transport):
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         self.mailbox.serve(specs, self.num_counts)
 
-    def send(self, batch: Batch) -> Pending[Arrival]:
+    def send(self, batch: Batch) -> Pending[Arrival[Outgoing | None]]:
         stride, bounded = batch.spec.dispatch_layout.stride, batch.announcements.bound is not None
         outgoing = Outgoing(self.mailbox, stride, batch.routes.counts, batch.region, bounded=bounded)
         self.pack(batch, outgoing.packets_by_rank)
         arriving = outgoing.start(batch.announcements)
 
-        def receive() -> Arrival:
+        def receive() -> Arrival[Outgoing | None]:
             came = arriving.wait()
             received = received_rows(batch.spec, came.packets, came.counts, came.slots())
             way_back = self._way_back(batch, came.counts)
@@ -61,7 +62,7 @@ class TwoSidedTransport(Transport):
         """Write the packets of a checked batch for each rank, with the ids of its own experts."""
         batch.write(packets_by_rank)
 
-    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+    def send_back(self, results: Results[Outgoing | None]) -> Pending[ResultsAtHome]:
         return send_back(self.mailbox, results)
 
     def fail(self, failure: Failure) -> None:

@@ -7,16 +7,18 @@ from dataclasses import replace
 from functools import partial
 
 from tokenyard.exchange.announcement import Announcement, not_due
-from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.batch import Arrival
+from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.transports.messages import HOME, Mailbox, Outgoing
 from tokenyard.group.base import Pending
 
 
-def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
+def send_back(mailbox: Mailbox, results: Results[Outgoing | None] | Results[None]) -> Pending[ResultsAtHome]:
     """Start to send results back to their source ranks; `wait` returns those of this rank's tokens."""
     arrival = results.arrival
     layout = arrival.spec.combine_layout
     if results.encoded is None:
+        assert arrival.way_back is not None
         outgoing: Outgoing = arrival.way_back  # the experts have written there
     else:
         outgoing = Outgoing(mailbox, layout.stride, arrival.results_due, into=HOME)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Drifted, PeerFailed, PlanError, TokenyardError
-from tokenyard.exchange import Arrival, ExchangeSpec, SharedMemoryTransport
+from tokenyard.exchange import ExchangeSpec, RoundTrip, SharedMemoryTransport
 from tokenyard.formats import EncodedRows, Payload, for_dtype
 from tokenyard.group import Disagreement
 from tokenyard.group.base import Group
@@ -72,7 +72,7 @@ class AgreedExchange:
         self._placement = placement()
         self.carrier = carrier_for(group, plan_id=number)
         self.exchange = self.carrier.exchange
-        self.flight: Arrival | None = None  # the dispatch that is not combined yet
+        self.flight: RoundTrip | None = None  # the dispatch that is not combined yet
         # The specs of the manifests that all ranks know; the spec under None is for agreement rounds.
         self.specs: dict[Manifest | None, ExchangeSpec] = {}
         self._warm: set[Manifest | None] = set()
@@ -89,7 +89,7 @@ class AgreedExchange:
         """Send the payloads of a checked batch; return its manifest and, for each payload, all slots: `[S, width]`."""
 
         def announce(need: NeedsAgreement) -> None:
-            with self.exchange.round_trip(self.specs[None]):
+            with self.exchange.begin(self.specs[None]):
                 raise need
 
         manifest, _ = self._agreed("dispatch", check, announce)
@@ -111,11 +111,13 @@ class AgreedExchange:
         assert flight is not None
 
         def announce(need: NeedsAgreement) -> None:
-            self.exchange.refuse(self.exchange.redirect(flight, self.specs[None]), need)
+            flight.redirect(self.specs[None])
+            flight.refuse(need)
 
         wanted, is_new = self._agreed("combine", check, announce)
         spec = self.specs[self._listed(wanted)]
-        self.flight = self.carrier.redirect(flight, spec, wanted.max_tokens, again=is_new)
+        self.carrier.redirect(flight, spec, wanted.max_tokens, again=is_new)
+        self.flight = flight
         return wanted
 
     def results(self, manifest: Manifest) -> Tensor:
@@ -136,12 +138,12 @@ class AgreedExchange:
         assert flight is not None
         if in_float32:
             summed = replace(flight.spec, dtype=torch.float32)
-            flight = self.carrier.redirect(flight, summed, manifest.max_tokens)
+            self.carrier.redirect(flight, summed, manifest.max_tokens)
         if payload is not None:
             self.carrier.place(flight, self.results(manifest), payload)
         buffer = flight.received.results
         assert buffer is not None  # results travel back as they are
-        back = partial(self.exchange.combine, flight, buffer.placed(), out=output)
+        back = partial(flight.combine, buffer.placed(), out=output)
         return self._explained(manifest, back).y_TH
 
     def knows(self, manifest: Manifest) -> bool:

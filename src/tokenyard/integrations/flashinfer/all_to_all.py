@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import HandleError, InputError, PlanBroken
-from tokenyard.exchange import Arrival
+from tokenyard.exchange import RoundTrip
 from tokenyard.formats import for_dtype
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.agreed_exchange import AgreedExchange
@@ -512,7 +512,7 @@ class MoeAlltoAll:
         if self._exchange.flight is not None:
             raise out_of_turn(found, "combine the last dispatch first", self.ep_rank)
 
-    def _check_dispatched(self, name: str) -> Arrival:
+    def _check_dispatched(self, name: str) -> RoundTrip:
         self._check_usable()
         if self._exchange.flight is None:
             raise out_of_turn(f"{name} was called before a dispatch", "dispatch first", self.ep_rank)

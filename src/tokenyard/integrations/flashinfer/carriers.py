@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import TokenyardError
-from tokenyard.exchange import Arrival, Exchange, ExchangeSpec, SharedMemoryTransport, Transport
+from tokenyard.exchange import Exchange, ExchangeSpec, RoundTrip, SharedMemoryTransport, Transport
 from tokenyard.formats import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
@@ -71,17 +71,17 @@ class Carrier(ABC):
         return buffer
 
     @abstractmethod
-    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> RoundTrip:
         """Dispatch. Each source rank sends at most `max_tokens` rows, and has that many slots."""
 
     @abstractmethod
     def mark_unused(
-        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
+        self, trip: RoundTrip, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """Write `mark` into the slots of its payload that hold no row. Subclasses say what the other payloads get."""
 
     @abstractmethod
-    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
+    def unused(self, trip: RoundTrip, max_tokens: int) -> Tensor:
         """Which slots hold no row: `[ranks, max_tokens]`."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Carrier(ABC):
         """The buffer for results of a spec in this rank's workspace: always the same, for one dispatch in flight."""
 
     @abstractmethod
-    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
+    def place(self, trip: RoundTrip, results: Tensor, payload: Tensor) -> None:
         """Copy `payload` into `results`, its place in the workspace. Both are `[W, max_tokens, H]`."""
 
     @abstractmethod
@@ -100,12 +100,10 @@ class Carrier(ABC):
     def all_need_agreement(self) -> bool:
         """Whether all ranks came to the last phase only to agree, as this one did."""
 
-    def redirect(
-        self, arrival: Arrival, spec: ExchangeSpec, max_tokens: int, *, again: bool = False
-    ) -> Arrival:
-        """Switch the one arrival in flight to results of this spec; `again`: after a combine that was refused."""
-        received = replace(arrival.received, results=self.results(spec, max_tokens))
-        return self.exchange.redirect(replace(arrival, received=received), spec, again=again)
+    def redirect(self, trip: RoundTrip, spec: ExchangeSpec, max_tokens: int, *, again: bool = False) -> None:
+        """Switch the one dispatch in flight to results of this spec; `again`: after a combine that was refused."""
+        received = replace(trip.received, results=self.results(spec, max_tokens))
+        trip.redirect(spec, received=received, again=again)
 
 
 class SharedMemoryCarrier(Carrier):
@@ -114,15 +112,15 @@ class SharedMemoryCarrier(Carrier):
     transport_class = SharedMemoryTransport
     needs_exact_tokens = True
 
-    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> RoundTrip:
         return self.exchange.dispatch(spec, rows, routes)
 
     def mark_unused(
-        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
+        self, trip: RoundTrip, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """Unused slots of the other payloads are filled with zeros, over rows of earlier rounds."""
         for number, slots_SX in enumerate(payloads):
-            for source, count in enumerate(arrival.received.counts_W):
+            for source, count in enumerate(trip.received.counts_W):
                 unused = slots_SX[source * max_tokens + count : (source + 1) * max_tokens]
                 if mark is not None and mark.payload == number:
                     unused.fill_(mark.value)
@@ -130,16 +128,16 @@ class SharedMemoryCarrier(Carrier):
                     # As bytes: torch does not fill every dtype that a payload may have.
                     unused.view(torch.uint8).zero_()
 
-    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
-        counts_W1 = torch.tensor(arrival.received.counts_W).unsqueeze(1)
+    def unused(self, trip: RoundTrip, max_tokens: int) -> Tensor:
+        counts_W1 = torch.tensor(trip.received.counts_W).unsqueeze(1)
         return torch.arange(max_tokens) >= counts_W1
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         buffer: CombineBuffer = self.transport.results_at(spec, 0, None)  # results travel back as they are
         return buffer
 
-    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
-        for source, count in enumerate(arrival.received.counts_W):
+    def place(self, trip: RoundTrip, results: Tensor, payload: Tensor) -> None:
+        for source, count in enumerate(trip.received.counts_W):
             results[source, :count] = payload[source, :count].detach()
 
     def check_may_agree(self, what: str, error: Exception | None) -> None:

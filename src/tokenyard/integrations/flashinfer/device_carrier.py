@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import HandleError
-from tokenyard.exchange import Arrival, ExchangeSpec
+from tokenyard.exchange import ExchangeSpec, RoundTrip
 from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
 from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.formats import EncodedRows
@@ -33,20 +33,20 @@ class DeviceCarrier(Carrier):
     transport_class = CudaTransport
     needs_exact_tokens = False
 
-    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> RoundTrip:
         with self.exchange.fixed_shapes(max_tokens):
             return self.exchange.dispatch(spec, rows, routes)
 
     def mark_unused(
-        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
+        self, trip: RoundTrip, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """Unused slots of the other payloads keep older bytes."""
         if mark is not None:
-            unused_S1 = self.unused(arrival, max_tokens).view(-1, 1)
+            unused_S1 = self.unused(trip, max_tokens).view(-1, 1)
             payloads[mark.payload].masked_fill_(unused_S1, mark.value)
 
-    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
-        routes = cast(LocalRoutes, arrival.received.routes)
+    def unused(self, trip: RoundTrip, max_tokens: int) -> Tensor:
+        routes = cast(LocalRoutes, trip.received.routes)
         return (routes.ids_RK < 0).all(dim=1).view(self.exchange.group.size, max_tokens)
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
@@ -55,7 +55,7 @@ class DeviceCarrier(Carrier):
         buffer: CombineBuffer = self.transport.workspace.results_at(slots, None)
         return buffer
 
-    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
+    def place(self, trip: RoundTrip, results: Tensor, payload: Tensor) -> None:
         results.copy_(payload.detach())
 
     def check_may_agree(self, what: str, error: Exception | None) -> None:

@@ -134,7 +134,7 @@ class SynchronizedPasses:
             self._gather_errors(error)
             return
         exchange_spec = self.plan.wiring(self.layers[self._next]).exchange_spec
-        with self.plan.exchange.round_trip(exchange_spec):
+        with self.plan.exchange.begin(exchange_spec):
             raise error
 
     def _gather_errors(self, error: Exception | None) -> None:

@@ -24,7 +24,8 @@ from tokenyard.integrations.vllm.interface import (
     declared_quantization,
     same_formula,
 )
-from tokenyard.layer.receiver import build_experts, run_experts
+from tokenyard.layer.building import build_experts
+from tokenyard.layer.call import run_experts
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.wiring import Wiring
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, describe

@@ -24,7 +24,7 @@ from tokenyard.integrations.vllm.interface import (
     check_layer,
     check_weight_on,
 )
-from tokenyard.layer.sender import check_rows
+from tokenyard.layer.call import check_rows
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
@@ -181,7 +181,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         """
         wiring, stack = self.wiring, ExitStack()
         with stack:  # an error on one rank reaches all
-            trip = stack.enter_context(self.plan.exchange.round_trip(wiring.exchange_spec))
+            trip = stack.enter_context(self.plan.exchange.begin(wiring.exchange_spec))
             if self._experts is None:
                 raise HandleError(
                     "prepare was called before post_init_setup",
@@ -204,7 +204,8 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             routes = Routes(
                 topk_ids_TK=topk_ids, topk_weights_TK=topk_weights, scaled_by=self.routed_scaling_in_weights
             )
-            received = trip.dispatch(trip.encode(a1), routes)
+            rows = self.plan.exchange.encode(wiring.exchange_spec, a1)
+            received = trip.dispatch(rows, routes)
             arrived = _hand_over(received, tables.global_L if expert_map is None else tables.mapped_L)
             self._trip, self._open = trip, stack.pop_all()  # the round trip goes on in `finalize`
         return arrived
@@ -235,9 +236,8 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             )
         stack, trip, self._open, self._trip = self._open, self._trip, None, None
         with stack:
-            assert trip.arrival is not None  # by prepare
             check_weight_on(self.wiring, apply_router_weight_on_input)
-            rows = self._finished(fused_expert_output, trip.arrival.received, weight_and_reduce_impl)
+            rows = self._finished(fused_expert_output, trip.received, weight_and_reduce_impl)
             if self.slices is None:
                 trip.combine(rows, out=output)
             else:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tokenyard.errors import ContractError, Reason
-from tokenyard.exchange.batch import Batch
+from tokenyard.exchange.batch import Batch, WayBack
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.one_sided.cuda.control import MOST_RANKS
@@ -27,12 +27,7 @@ _ORDERED_CPUS = ("x86_64", "AMD64", "i686")
 
 def slot_bytes(spec: ExchangeSpec) -> LayerBytes:
     """The memory of a layer whose rows lie in slots, payload by payload."""
-    return LayerBytes(
-        dispatch_row=sum(payload.nbytes for payload in spec.dispatch_slots.payloads),
-        combine_row=sum(payload.nbytes for payload in spec.combine_slots.payloads),
-        dispatch=spec.dispatch_slots.nbytes,
-        combine=spec.combine_slots.nbytes,
-    )
+    return spec.slot_nbytes
 
 
 def layout_for(
@@ -73,7 +68,7 @@ def reaches(group: Group, hosts: Sequence[str], *, in_each: bool = False) -> Rea
     return None if why is None else Reason(field="exchange", value="one_sided", why=why)
 
 
-class OneSided(Transport, Generic[Workspace]):
+class OneSided(Transport[WayBack], Generic[Workspace, WayBack]):
     """What the transports on CPUs and on GPUs declare alike; each of them moves rows in its own way."""
 
     name = "one_sided"

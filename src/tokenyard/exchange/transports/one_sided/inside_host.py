@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
-from tokenyard.exchange.batch import Arrival, Batch, ResultsAtHome
+from tokenyard.exchange.batch import Arrival, Batch
+from tokenyard.exchange.results import ResultsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import ReceivedRows

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange.announcement import Announcement, Announcements
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome, numbered
+from tokenyard.exchange.batch import Arrival, Batch, Failure, numbered
+from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.one_sided.cpu.signals import Signals, control_bytes
 from tokenyard.exchange.transports.one_sided.declarations import OneSided
-from tokenyard.exchange.workspace import Region, SlotLayout, WorkspaceLayout, as_bytes
-from tokenyard.formats.base import EncodedRows
+from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.formats.base import EncodedRows, as_bytes
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
@@ -49,25 +50,44 @@ class Workspace:
             self.buffers = group.share_memory(layout.nbytes)
         controls = [layout.control_region().of(buffer) for buffer in self.buffers]
         self.signals = Signals(controls, group)
-        self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
+        # By layer, rank and region: the layer's spec and the views that were made for it. Making them anew in every
+        # round would cost a tenth of a small round trip.
+        self._views: dict[
+            tuple[int, int, int], tuple[ExchangeSpec, dict[str, Tensor], dict[str, Tensor]]
+        ] = {}
+        self._rows: dict[tuple[int, int], tuple[ExchangeSpec, EncodedRows]] = {}
 
     def dispatch(self, rank: int, spec: ExchangeSpec, region: int) -> dict[str, Tensor]:
         """The payloads of all slots of a rank's dispatch region, into which others push rows."""
-        return self._slots(spec.dispatch_slots, rank, self.layout.dispatch_region(region))
+        return self._views_of(rank, spec, region)[1]
 
     def combine(self, rank: int, spec: ExchangeSpec, region: int) -> dict[str, Tensor]:
         """The payloads of all slots of a rank's combine region, from which others pull results."""
-        return self._slots(spec.combine_slots, rank, self.layout.combine_region(region))
+        return self._views_of(rank, spec, region)[2]
 
-    def _slots(self, slots: SlotLayout, rank: int, region: Region) -> dict[str, Tensor]:
-        key = (slots, rank, region.offset)
-        if key not in self._views:  # making them anew in every round costs a tenth of a small round trip
+    def rows(self, rank: int, spec: ExchangeSpec, region: int) -> EncodedRows:
+        """All slots of a rank's dispatch region as rows."""
+        known = self._rows.get((spec.index, region))
+        if known is None or known[0] is not spec:
+            known = self._rows[spec.index, region] = spec, spec.rows(self.dispatch(rank, spec, region))
+        return known[1]
+
+    def _views_of(
+        self, rank: int, spec: ExchangeSpec, region: int
+    ) -> tuple[ExchangeSpec, dict[str, Tensor], dict[str, Tensor]]:
+        known = self._views.get((spec.index, rank, region))
+        if known is None or known[0] is not spec:
+            buffer, layout = self.buffers[rank], self.layout
             with torch.inference_mode(False):
-                self._views[key] = slots.views(region.of(self.buffers[rank]))
-        return self._views[key]
+                known = self._views[spec.index, rank, region] = (
+                    spec,
+                    spec.dispatch_slots.views(layout.dispatch_region(region).of(buffer)),
+                    spec.combine_slots.views(layout.combine_region(region).of(buffer)),
+                )
+        return known
 
 
-class SharedMemoryTransport(OneSided[Workspace]):
+class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
     bounds_rows = True
@@ -118,7 +138,7 @@ class SharedMemoryTransport(OneSided[Workspace]):
 
     # -- The way out ---------------------------------------------------------------------------------------
 
-    def send(self, batch: Batch) -> Pending[Arrival]:
+    def send(self, batch: Batch) -> Pending[Arrival[Sequence[int]]]:
         announcements = batch.announcements
         if batch.spec.max_rows is not None:
             self.workspace.signals.publish_counts(announcements.mine)
@@ -129,7 +149,7 @@ class SharedMemoryTransport(OneSided[Workspace]):
         self._tell(announcements)
         return Pending(lambda: self._receive(batch, [first] * self.group.size))
 
-    def _send_where_there_is_room(self, batch: Batch) -> Arrival:
+    def _send_where_there_is_room(self, batch: Batch) -> Arrival[Sequence[int]]:
         """Read how many rows go from each rank to each, push behind the rows of lower ranks, and announce again."""
         counts_WW = [other.counts for other in self._hear_counts(batch.announcements)]
         before = counts_WW[: self.group.rank]
@@ -140,7 +160,7 @@ class SharedMemoryTransport(OneSided[Workspace]):
         self._tell(told)
         return self._receive(replace(batch, announcements=told), firsts)
 
-    def _receive(self, batch: Batch, firsts: Sequence[int]) -> Arrival:
+    def _receive(self, batch: Batch, firsts: Sequence[int]) -> Arrival[Sequence[int]]:
         counts = [announcement.counts[0] for announcement in self._hear(batch.announcements)]
         return batch.arrived(self.received(batch, counts), counts, way_back=firsts)
 
@@ -165,9 +185,10 @@ class SharedMemoryTransport(OneSided[Workspace]):
         """The received rows, `counts[w]` of them from rank w: views of the workspace, and the slots that hold rows."""
         spec = batch.spec
         slots = self.workspace.dispatch(self.group.rank, spec, batch.region)
-        slots_R = numbered(spec.first_slots(counts), counts)
+        starts = spec.windows if spec.max_rows is None else spec.first_slots(counts)
+        slots_R = numbered(starts, counts)
         return ReceivedRows(
-            rows=spec.rows(slots),
+            rows=self.workspace.rows(self.group.rank, spec, batch.region),
             routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
             counts_W=tuple(counts),
             extra={payload.name: slots[payload.name][slots_R] for payload in spec.further},
@@ -186,7 +207,7 @@ class SharedMemoryTransport(OneSided[Workspace]):
 
     # -- The way back --------------------------------------------------------------------------------------
 
-    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+    def send_back(self, results: Results[Sequence[int]]) -> Pending[ResultsAtHome]:
         if results.encoded is not None:
             self.place(results.arrival, results.encoded)
         results.on_results_written()
@@ -209,7 +230,7 @@ class SharedMemoryTransport(OneSided[Workspace]):
                 slots[name][first : first + count] = tensor[start : start + count]
             start += count
 
-    def at_home(self, arrival: Arrival) -> ResultsAtHome:
+    def at_home(self, arrival: Arrival[Sequence[int]]) -> ResultsAtHome:
         """The results of this rank's tokens, as views of the workspaces in which they stand."""
         payloads_by_rank = []
         for rank, (row, count) in enumerate(zip(arrival.way_back, arrival.routes.result_counts, strict=True)):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome
+from tokenyard.exchange.batch import Arrival
+from tokenyard.exchange.results import Results, ResultsAtHome
 from tokenyard.exchange.transports.one_sided.cuda.operands import DispatchSlots
 from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done, RankStreams
 from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, InputError, PeerFailed
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, SumAhead, UnencodedRows
+from tokenyard.exchange.batch import Arrival, Batch, Failure, UnencodedRows
+from tokenyard.exchange.results import Results, ResultsAtHome, SumAhead
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Term
 from tokenyard.exchange.transports.one_sided.cuda.control import ControlLayout, Trouble
@@ -59,7 +60,7 @@ FEW_SLOTS = 1024
 MOST_TERMS = 2
 
 
-class CudaTransport(OneSided[DeviceWorkspace]):
+class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
     """`one_sided` between GPUs: kernels push rows into, and pull results out of, the workspaces of other ranks."""
 
     looks_up_ids = True  # kernels find the rank of each choice by its id, in their tables

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange.batch import tokens_by_rank
-from tokenyard.exchange.reduce import sum_over_ranks
+from tokenyard.exchange.results import sum_over_ranks
 from tokenyard.exchange.spec import ExchangeSpec
 
 

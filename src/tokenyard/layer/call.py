@@ -1,23 +1,43 @@
-"""What a layer does before and during dispatch: check the rows, make their routes, and call the shared experts."""
+"""One call of a layer: what it is called with, and what the layer does before its dispatch and around its experts.
+
+    sender      check the rows, make their routes, call the shared experts
+    receiver    swizzle scales that arrived linear, run the experts, finish what a kernel returns unfinished
+
+The wiring says which of these duties a layer has; nothing is guessed from the result of a kernel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor
 
+from tokenyard.duties import NO_CONTEXT, Duty, Party, acting
 from tokenyard.errors import InputError
+from tokenyard.experts import Experts
 from tokenyard.formats.base import dtype_name, is_matrix
 from tokenyard.group import Group
 from tokenyard.group.base import Background
+from tokenyard.planning.audit import Audit
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
-from tokenyard.rows import RoutingLogits, describe
+from tokenyard.rows import (
+    ExpertResult,
+    LocalRoutes,
+    ReceivedRows,
+    RoutingLogits,
+    UnfinalizedRows,
+    check_choice_rows,
+    check_result,
+    describe,
+)
 
 
-class Batch(NamedTuple):
+class Inputs(NamedTuple):
     """What a layer is called with: the tokens of this rank."""
 
     x_TH: Tensor
@@ -25,6 +45,21 @@ class Batch(NamedTuple):
     payloads: Mapping[str, Tensor] | None = None  # further payloads, by name
     out: Tensor | None = None  # where the result is written
     add: Tensor | None = None  # what is added to it
+
+
+class Call(NamedTuple):
+    """What the steps of a call know, beside the round trip."""
+
+    wiring: Wiring
+    inputs: Inputs
+    terms: Sequence[
+        Tensor | Background[Tensor]
+    ]  # what is added to the sum: results of shared experts, a residual
+    audit: Audit | None  # counts the duties of the call, in a paranoid plan
+
+    def recording(self) -> AbstractContextManager[object]:
+        """Record the duties that are done inside the block, if the plan is paranoid."""
+        return NO_CONTEXT if self.audit is None else self.audit.recording()
 
 
 def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
@@ -37,17 +72,6 @@ def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
             expected=f"{dtype_name(spec.dtype)}[T, {spec.hidden_size}]",
             fix=f"flatten the batch with x.reshape(-1, {spec.hidden_size}); another dtype needs "
             "LayerSpec(dtype=…)",
-        )
-
-
-def check_shared(wiring: Wiring, shared: object) -> None:
-    """Raise if shared experts are given to a layer whose results the caller sums: nothing could add theirs."""
-    if shared is not None and not wiring.exchange_spec.reduces_ranks:
-        raise InputError(
-            "shared experts were given to a layer whose results come home unreduced",
-            expected="the caller, who reduces over ranks, to add them",
-            fix='leave `shared` out, or plan with reduce_ranks="exchange"',
-            layer=wiring.spec.name,
         )
 
 
@@ -70,6 +94,39 @@ def route(wiring: Wiring, routes_or_logits: Routes | Tensor) -> Routes | Routing
             fix="pass Routes, or give the LayerSpec a router",
         )
     return wiring.spec.router(routes_or_logits)
+
+
+def run_experts(
+    wiring: Wiring, experts: Experts, received: ReceivedRows, slot_of_L: Tensor | None = None
+) -> ExpertResult:
+    """Run the experts on the received rows, and do the duties that the wiring gives to the receiver.
+
+    `slot_of_L` is the slot of each local expert in the weights; None if local expert l is in slot l.
+    """
+    with acting(Party.RECEIVER):
+        if slot_of_L is not None and isinstance(received.routes, LocalRoutes):
+            # After a dispatch that failed on a GPU, the ids may be arbitrary numbers: keep them in range.
+            ids_RK = slot_of_L[received.routes.ids_RK.clamp(-1, len(slot_of_L) - 1)]
+            routes = dataclasses.replace(received.routes, ids_RK=ids_RK, renumbered=received.routes)
+            received = dataclasses.replace(received, routes=routes)
+        if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
+            received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
+        if experts.places_results:
+            received = _with_place(received)
+        result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
+        if wiring.exchange_spec.sums_choices:
+            return check_choice_rows(result.weighted(), received)
+        if isinstance(result, UnfinalizedRows):
+            result = result.finish()
+    return check_result(result, received)
+
+
+def _with_place(received: ReceivedRows) -> ReceivedRows:
+    """The same rows with `place` set, so that experts write their results there; not on GPUs, nor in paranoid plans."""
+    results = received.results
+    if results is None or results.is_watched or not results.rows_SH.is_cpu:
+        return received
+    return dataclasses.replace(received, place=results)
 
 
 class SharedExpertsCall:

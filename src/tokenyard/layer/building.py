@@ -1,9 +1,4 @@
-"""What a layer does around its experts, on the rank that received the rows.
-
-The duties of the receiver are those that a kernel leaves to it: swizzling the scales that arrived linear, and
-finishing (weighting, summing per rank) what a kernel returns unfinished. The wiring says which; nothing is
-guessed from the kernel's result.
-"""
+"""How a layer's experts on this rank are built, and how they find the rows that are theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from tokenyard.duties import Duty, Party, acting
 from tokenyard.errors import HandleError, InputError, TokenyardError, shown
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights
 from tokenyard.experts.self_routing import SelfRoutingExperts
@@ -21,15 +15,7 @@ from tokenyard.experts.weights import check_weights
 from tokenyard.group.shared_memory import mappable_memory
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
-from tokenyard.rows import (
-    ExpertResult,
-    LocalRoutes,
-    ReceivedRows,
-    UnfinalizedRows,
-    check_choice_rows,
-    check_result,
-    describe,
-)
+from tokenyard.rows import describe
 
 # What experts are built for: the spec of what they compute, and the global ids of the experts whose weights they have.
 BuiltFor = tuple[ExpertsSpec, tuple[int, ...]]
@@ -87,37 +73,15 @@ def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
         )
 
 
-def run_experts(
-    wiring: Wiring, experts: Experts, received: ReceivedRows, slot_of_L: Tensor | None = None
-) -> ExpertResult:
-    """Run the experts on the received rows, and do the duties that the wiring gives to the receiver.
-
-    `slot_of_L` is the slot of each local expert in the weights; None if local expert l is in slot l.
-    """
-    with acting(Party.RECEIVER):
-        if slot_of_L is not None and isinstance(received.routes, LocalRoutes):
-            # After a dispatch that failed on a GPU, the ids may be arbitrary numbers: keep them in range.
-            ids_RK = slot_of_L[received.routes.ids_RK.clamp(-1, len(slot_of_L) - 1)]
-            routes = dataclasses.replace(received.routes, ids_RK=ids_RK, renumbered=received.routes)
-            received = dataclasses.replace(received, routes=routes)
-        if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
-            received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
-        if experts.places_results:
-            received = _with_place(received)
-        result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
-        if wiring.exchange_spec.sums_choices:
-            return check_choice_rows(result.weighted(), received)
-        if isinstance(result, UnfinalizedRows):
-            result = result.finish()
-    return check_result(result, received)
-
-
-def _with_place(received: ReceivedRows) -> ReceivedRows:
-    """The same rows with `place` set, so that experts write their results there; not on GPUs, nor in paranoid plans."""
-    results = received.results
-    if results is None or results.is_watched or not results.rows_SH.is_cpu:
-        return received
-    return dataclasses.replace(received, place=results)
+def check_shared(wiring: Wiring, shared: object) -> None:
+    """Raise if shared experts are given to a layer whose results the caller sums: nothing could add theirs."""
+    if shared is not None and not wiring.exchange_spec.reduces_ranks:
+        raise InputError(
+            "shared experts were given to a layer whose results come home unreduced",
+            expected="the caller, who reduces over ranks, to add them",
+            fix='leave `shared` out, or plan with reduce_ranks="exchange"',
+            layer=wiring.spec.name,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
