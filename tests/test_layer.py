@@ -379,7 +379,7 @@ def test_a_layer_whose_name_was_given_to_another_is_refused():
         assert goes_on
         assert isinstance(error, HandleError)
         assert "another layer of this name" in str(error)
-        assert "make a new MoELayer" in str(error)
+        assert "make a new layer" in str(error)
 
 
 def backward(group, wanting):

@@ -112,7 +112,7 @@ def shard_experts(
         experts = []
         for index, source in enumerate(sources):
             report(index, len(sources))
-            name, device = source.spec.name, group.device
+            name, device = source.spec.name, kept.device
             # No copy of the weights that are taken outlives this line.
             experts.append(ShardedExperts(made, name, source.take(device), index=index, passes=passes))
             source.module.replace_by(experts[-1])  # frees the memory of experts that other ranks own
