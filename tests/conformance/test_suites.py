@@ -295,7 +295,7 @@ def test_a_wrong_format_is_caught(format, check, part):
             "where all choices name one expert",
         ),
         (mutants.experts.NormalizesWeights, "nothing_is_changed", " was changed"),
-        (mutants.experts.HoldsOthers, "nothing_is_changed", "do not hold the w2 that they were given"),
+        (mutants.experts.HoldsOthers, "nothing_is_changed", "do not hold what they were given as w2"),
         (mutants.experts.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
         (mutants.experts.CachesWeights, "load_is_in_place", "after load_"),
         (
@@ -308,7 +308,7 @@ def test_a_wrong_format_is_caught(format, check, part):
             "results_are_kept",
             "a result was changed by a later call of other experts",
         ),
-        (mutants.experts.SortsOnce, "batches_are_independent", "beyond the bound in batch 2"),
+        (mutants.experts.SortsOnce, "batches_are_independent", ", in batch 2 of the same experts"),
         (mutants.experts.SharesItsWeights, "objects_are_independent", "beside others with other weights"),
         (mutants.experts.DeclaresTooMuch, "formats_as_declared", "`weight_formats` has 'mxfp4'"),
         (mutants.numbers.KeepsCopies, "moved_weights_are_used", "after experts have moved"),
