@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tokenyard.conformance.exchange_layers import CheckedLayers, failing, must_raise
+from tokenyard.conformance.exchange_layers import CheckedLayers, before_compute, failing, must_raise
 from tokenyard.conformance.exchange_suite import Batch, Trial, layer
 from tokenyard.conformance.runner import expect
 from tokenyard.errors import Drifted, InputError, PeerFailed
-from tokenyard.rows import ReceivedRows
 
 
 def over_capacity(trial: Trial) -> None:
@@ -44,39 +41,32 @@ def _fails_on_one_rank(stack: CheckedLayers, bad: Batch, what: str) -> None:
 
 def _check_peer_named(error: Exception, failing_rank: int) -> None:
     if isinstance(error, PeerFailed):
-        expect(
-            error.peer == failing_rank,
-            f"PeerFailed names rank {error.peer}",
-            f"rank {failing_rank}, which failed",
-        )
+        fine = error.peer == failing_rank
+        expect(fine, f"PeerFailed names rank {error.peer}", f"rank {failing_rank}, which failed")
 
 
 def errors_come_in_their_phase(trial: Trial) -> None:
     """An error in a batch is raised in its dispatch, before any rank computes; one of experts, in the combine."""
     stack = CheckedLayers(trial, (layer(payloads=()),))
     last = trial.group.size - 1
-    fails_here, experts, computed = trial.group.rank == last, stack.layers["moe"].experts, []
-    compute, mine = experts.compute, stack.batch("moe")
-
-    def count(received: ReceivedRows, *, finalize: bool) -> Any:
-        computed.append(received.num_rows)
-        if phase == "combine" and fails_here:
-            raise ZeroDivisionError("these experts fail")
-        return compute(received, finalize=finalize)
-
-    object.__setattr__(experts, "compute", count)
-    for phase, kind in (("dispatch", InputError), ("combine", ZeroDivisionError)):
-        bad = fails_here and phase == "dispatch"
-        given = mine.with_ids(mine.routes.topk_ids_TK + 6) if bad else mine
-        error = must_raise(
-            kind if fails_here else PeerFailed, stack.run, "moe", given, when=f"an error in {phase}"
+    fails_here, experts, mine = trial.group.rank == last, stack.layers["moe"].experts, stack.batch("moe")
+    bad = mine.with_ids(mine.routes.topk_ids_TK + 6) if fails_here else mine
+    computed: list[int] = []
+    with before_compute(experts, lambda received: computed.append(received.num_rows)):
+        kind: type[Exception] = InputError if fails_here else PeerFailed
+        _fails_in("dispatch", kind, stack, bad)
+        expect(
+            not computed, f"experts computed {computed} rows of a batch that failed", "an error before them"
         )
-        if isinstance(error, PeerFailed):
-            expect(error.phase == phase, f"PeerFailed was raised in {error.phase!r}", repr(phase))
-        early = phase == "dispatch" and bool(computed)
-        expect(not early, f"experts computed {computed} rows of a batch that failed", "an error before them")
-    object.__setattr__(experts, "compute", compute)
+    with failing(experts, fails_here) as kind:
+        _fails_in("combine", kind, stack, mine)
     stack.check("moe", "after two errors")
+
+
+def _fails_in(phase: str, kind: type[Exception], stack: CheckedLayers, given: Batch) -> None:
+    error = must_raise(kind, stack.run, "moe", given, when=f"an error in {phase}")
+    if isinstance(error, PeerFailed):
+        expect(error.phase == phase, f"PeerFailed was raised in {error.phase!r}", repr(phase))
 
 
 def failing_experts_reach_all(trial: Trial) -> None:

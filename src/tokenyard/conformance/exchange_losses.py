@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
+from tokenyard.conformance.exchange_layers import CheckedLayers, before_compute, must_raise
 from tokenyard.conformance.exchange_suite import Trial, layer, send
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import PeerLost, PlanBroken
@@ -110,18 +110,14 @@ def late_in_combine(trial: Trial) -> None:
     if trial.group.size == 1 or trial.group.device.type != "cpu":
         return
     with closing(_Losing(trial)) as losing:
-        experts = losing.stack.layers["moe"].experts
-        compute = experts.compute
+        seconds = [LATENESS] if losing.is_late else []
 
-        def compute_late(received: ReceivedRows, *, finalize: bool) -> Any:
-            object.__setattr__(experts, "compute", compute)  # this once
-            time.sleep(LATENESS)
-            return compute(received, finalize=finalize)
+        def be_late(received: ReceivedRows) -> None:
+            time.sleep(seconds.pop() if seconds else 0.0)  # once
 
-        if losing.is_late:
-            object.__setattr__(experts, "compute", compute_late)
-        losing.first_loss(calls=2 if losing.is_late else 1)
-        losing.stays_broken()
+        with before_compute(losing.stack.layers["moe"].experts, be_late):
+            losing.first_loss(calls=2 if losing.is_late else 1)
+            losing.stays_broken()
 
 
 def stopped_and_continued(trial: Trial) -> None:

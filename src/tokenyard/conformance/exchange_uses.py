@@ -48,7 +48,7 @@ def _check(
     first = sum(map(ord, words))  # another layer for each use
     for number, kind in enumerate(DATA):
         name = layers[(first + number) % len(layers)].name
-        some = [stack.batch_of(name, kind) for _ in range(batches)]
+        some = [stack.batch(name, kind=kind) for _ in range(batches)]
         for mine, y_TH in zip(some, use(stack, name, some, number), strict=True):
             check_same(y_TH, stack.due(name, mine), f"layer {name!r} {words}, of a batch with {kind},")
 
@@ -74,7 +74,7 @@ def all_data_moves(trial: Trial) -> None:
     made = trial.plan(*specs)
     for number, kind in enumerate(DATA):
         for spec in (specs[0], specs[1 + number % (len(specs) - 1)]):  # plain rows, and rows with scales
-            check_movement(trial, spec, kind=kind, made=made)
+            check_movement(trial, spec, tokens=(None,), kind=kind, made=made)
 
 
 def all_data_in_calls(trial: Trial) -> None:
@@ -176,7 +176,7 @@ def all_data_after_errors(trial: Trial) -> None:
     last = trial.group.size - 1
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
-        other = stack.batch_of(name, "as many rows as may come")
+        other = stack.batch(name, kind="as many rows as may come")
         kind: type[Exception] = InputError if trial.group.rank == last else PeerFailed
         bad = other.with_ids(other.routes.topk_ids_TK + 6) if trial.group.rank == last else other
         must_raise(kind, stack.run, name, bad, when=f"ids that no expert has on rank {last}")
@@ -240,15 +240,8 @@ def all_data_where_calls_survive(trial: Trial) -> None:
 def many_rows(trial: Trial) -> None:
     """A rank may send more rows than 16 bits can count, and all of them to one rank."""
     most = 66_000
-    spec = layer(
-        hidden_size=2,
-        intermediate_size=1,
-        num_experts=trial.group.size,
-        top_k=1,
-        max_tokens=most,
-        payloads=(),
-    )
-    stack = CheckedLayers(trial, (spec,))
+    sizes = {"hidden_size": 2, "intermediate_size": 1, "num_experts": trial.group.size, "top_k": 1}
+    stack = CheckedLayers(trial, (layer(**sizes, max_tokens=most, payloads=()),))
     last = trial.group.size - 1
     mine = stack.batch("moe", most if trial.group.rank == 0 else 1)
     mine = mine.with_ids(torch.full_like(mine.routes.topk_ids_TK, last))

@@ -6,10 +6,9 @@ The checks beside those of `format_suite`, of the same form: each takes a format
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
-from tokenyard.conformance.cases import same_bits, same_numbers
+from tokenyard.conformance.cases import same_numbers
 from tokenyard.conformance.format_suite import (
     dtypes_of,
     expect_same_alone,
@@ -17,7 +16,7 @@ from tokenyard.conformance.format_suite import (
     gaussian_rows,
     relative_error_of,
 )
-from tokenyard.conformance.runner import expect
+from tokenyard.conformance.runner import expect, expect_same, unchanged
 from tokenyard.formats import Format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name, saturated
 
@@ -39,8 +38,11 @@ def every_width(format: Format) -> None:
             found = f"row {row} of width {width} has another {{}} in a batch than alone"
             expect_same_alone(x_TH, together, row, found)
         if not format.quantized:
-            fine = same_bits(format.encode(x_TH.to(own)).decode(own), x_TH.to(own))
-            expect(fine, f"rows of width {width} came back with other bits", "every bit: nothing is rounded")
+            back, found = (
+                format.encode(x_TH.to(own)).decode(own),
+                f"rows of width {width} came back with other bits",
+            )
+            expect_same(back, x_TH.to(own), found, "every bit: nothing is rounded")
         if bound is not None:
             # A short row may lose more than a long one.
             off = float(((decoded - x_TH).norm(dim=1) / x_TH.norm(dim=1)).max())
@@ -69,9 +71,9 @@ def every_dtype(format: Format) -> None:
             found = f"{dtype_name(dtype)} rows have another {{}} than the same numbers in float32"
             expect_same_code(encoded, format.encode(x_TH.float()), found)
         for other in ROW_DTYPES:
-            fine = same_numbers(encoded.decode(other), saturated(exact, other))
             found = f"decoding to {dtype_name(other)} differs from rounding what decodes to float32"
-            expect(fine, found, "the same numbers, rounded once")
+            due = saturated(exact, other)
+            expect_same(encoded.decode(other), due, found, "the same numbers, rounded once", same_numbers)
 
 
 def every_size_of_numbers(format: Format) -> None:
@@ -115,18 +117,15 @@ def every_kind_of_numbers(format: Format) -> None:
             flipped = clean_T.unsqueeze(1) & (decoded * x_TH.float().sign() < 0)
             expect(not bool(flipped.any()), f"numbers {where} have turned their sign", "the same signs")
             if not format.quantized and format.payloads(1)[0].dtype == dtype:
-                fine = same_bits(encoded.decode(dtype), x_TH.contiguous())
-                expect(fine, f"{where} came back with other bits", "every bit: nothing is rounded")
+                found = f"{where} came back with other bits"
+                expect_same(encoded.decode(dtype), x_TH.contiguous(), found, "every bit: nothing is rounded")
 
 
 def codes_are_kept(format: Format) -> None:
     """What was encoded and decoded is not overwritten by later batches."""
     x_TH = gaussian_rows(4, 100)
     encoded = format.encode(x_TH)
-    decoded = encoded.decode(torch.float32)
-    kept: dict[str, Tensor] = {"what was decoded": decoded}
-    kept |= {f"payload {name!r}": payload for name, payload in encoded.payloads.items()}
-    before = {name: tensor.clone() for name, tensor in kept.items()}
-    format.encode(gaussian_rows(4, 100, seed=1)).decode(torch.float32)
-    for name, tensor in kept.items():
-        expect(same_bits(tensor, before[name]), f"{name} was changed by a later batch", "memory of its own")
+    kept = {f"payload {name!r}": payload for name, payload in encoded.payloads.items()}
+    kept["what was decoded"] = encoded.decode(torch.float32)
+    with unchanged(kept, " by a later batch", "memory of its own"):
+        format.encode(gaussian_rows(4, 100, seed=1)).decode(torch.float32)

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.cases import same_bits, same_numbers
-from tokenyard.conformance.runner import Finding, expect
+from tokenyard.conformance.cases import same_numbers
+from tokenyard.conformance.runner import Finding, expect, expect_same, unchanged
 from tokenyard.errors import ContractError, UnknownName
 from tokenyard.formats import FORMATS, EncodedRows, Format, get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
@@ -57,15 +57,21 @@ def dtypes_of(format: Format) -> list[torch.dtype]:
 
 def expect_same_code(left: EncodedRows, right: EncodedRows, found: str) -> None:
     """Raise a finding unless two batches have the same codes; `found` has a place for the payload that differs."""
-    for payload in left.format.payloads(left.hidden_size):
-        same = same_numbers(left.payloads[payload.name], right.payloads[payload.name])
-        expect(same, found.format(repr(payload.name)), "the same bits")
+    for name in left.payloads:
+        words = found.format(repr(name))
+        expect_same(left.payloads[name], right.payloads[name], words, same=same_numbers)
 
 
 def expect_same_alone(x_TH: Tensor, encoded: EncodedRows, row: int, found: str) -> None:
     """Raise a finding unless a row has the code that it has alone; `found` has a place for the payload that differs."""
     alone = encoded.format.encode(x_TH[row : row + 1].clone())
     expect_same_code(encoded.slice(row, row + 1), alone, found)
+
+
+def _expect_form(tensor: Tensor, dtype: torch.dtype, shape: list[int], what: str, why: str = "") -> None:
+    """Raise a finding unless a tensor has a dtype and a shape."""
+    found, due = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{dtype_name(dtype)}{shape}"
+    expect(found == due, what + found, due + why)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------
@@ -75,26 +81,16 @@ def payloads_as_declared(format: Format) -> None:
     """What `encode` returns has the names, dtypes, widths and bytes that `payloads` declares, for any width and T."""
     for width in WIDTHS:
         declared = format.payloads(width)
-        nbytes = sum(p.width * p.dtype.itemsize for p in declared)
-        expect(
-            format.bytes_per_row(width) == nbytes,
-            f"bytes_per_row({width}) is {format.bytes_per_row(width)}",
-            f"{nbytes}, the sum over its payloads",
-        )
+        nbytes, found = sum(p.width * p.dtype.itemsize for p in declared), format.bytes_per_row(width)
+        expect(found == nbytes, f"bytes_per_row({width}) is {found}", f"{nbytes}, the sum over its payloads")
         for count in (0, 1, _ROWS):
-            encoded = format.encode(gaussian_rows(count, width))
+            payloads = format.encode(gaussian_rows(count, width)).payloads
             names = [p.name for p in declared]
-            expect(
-                list(encoded.payloads) == names, f"encode returns payloads {list(encoded.payloads)}", names
-            )
+            expect(list(payloads) == names, f"encode returns payloads {list(payloads)}", names)
             for payload in declared:
-                tensor = encoded.payloads[payload.name]
-                expect(
-                    tensor.dtype == payload.dtype and tuple(tensor.shape) == (count, payload.width),
-                    f"payload {payload.name!r} of {count} rows of width {width} is "
-                    f"{dtype_name(tensor.dtype)}{list(tensor.shape)}",
-                    f"{dtype_name(payload.dtype)}[{count}, {payload.width}], as declared",
-                )
+                tensor, due = payloads[payload.name], [count, payload.width]
+                what = f"payload {payload.name!r} of {count} rows of width {width} is "
+                _expect_form(tensor, payload.dtype, due, what, ", as declared")
                 expect(tensor.is_contiguous(), f"payload {payload.name!r} is strided", "contiguous rows")
 
 
@@ -104,11 +100,7 @@ def true_width_comes_back(format: Format) -> None:
         for count in (0, _ROWS):
             for dtype in ROW_DTYPES:
                 decoded = format.encode(gaussian_rows(count, width)).decode(dtype)
-                expect(
-                    tuple(decoded.shape) == (count, width) and decoded.dtype == dtype,
-                    f"{count} rows of width {width} decode to {dtype_name(decoded.dtype)}{list(decoded.shape)}",
-                    f"{dtype_name(dtype)}[{count}, {width}]",
-                )
+                _expect_form(decoded, dtype, [count, width], f"{count} rows of width {width} decode to ")
 
 
 def rows_are_independent(format: Format) -> None:
@@ -125,13 +117,11 @@ def input_untouched(format: Format) -> None:
     """`encode` does not change its rows, and `decode` does not change the code."""
     for dtype in dtypes_of(format):
         x_TH = gaussian_rows(_ROWS, 100, dtype)
-        before = x_TH.clone()
-        encoded = format.encode(x_TH)
-        expect(same_bits(x_TH, before), f"encode changed its {dtype_name(dtype)} rows", "rows untouched")
-        codes = {name: tensor.clone() for name, tensor in encoded.payloads.items()}
-        encoded.decode(torch.float32)
-        for name, tensor in encoded.payloads.items():
-            expect(same_bits(tensor, codes[name]), f"decode changed the payload {name!r}", "it untouched")
+        with unchanged({f"the {dtype_name(dtype)} input": x_TH}, " by encode"):
+            encoded = format.encode(x_TH)
+        payloads = {f"the payload {name!r}": tensor for name, tensor in encoded.payloads.items()}
+        with unchanged(payloads, " by decode"):
+            encoded.decode(torch.float32)
 
 
 def strided_rows(format: Format) -> None:
@@ -156,11 +146,8 @@ def decoded_rows_are_near(format: Format) -> None:
         x_TH = torch.randn(8, 7168, generator=torch.Generator().manual_seed(7))
         off = format.encode(x_TH).decode(torch.float32).double() - x_TH.double()
         worst = float((off.norm(dim=1) / x_TH.double().norm(dim=1)).max())
-        expect(
-            worst <= bound,
-            f"Gaussian rows are off by {worst:.4f}, relative",
-            f"at most {bound:g}, as declared",
-        )
+        found = f"Gaussian rows are off by {worst:.4f}, relative"
+        expect(worst <= bound, found, f"at most {bound:g}, as declared")
 
 
 def codes_repeat(format: Format) -> None:
@@ -181,13 +168,12 @@ def nan_stays_in_its_row(format: Format) -> None:
         dirty_TH[2, 3] = poison
         decoded = format.encode(dirty_TH).decode(torch.float32)
         others = [row for row in range(_ROWS) if row != 2]
+        expect_same(decoded[others], clean[others], f"{poison} in row 2 changed another row", "row 2 alone")
+        expected = "NaN where NaN was: an error must not turn into a value"
         expect(
-            same_bits(decoded[others], clean[others]), f"{poison} in row 2 changed another row", "row 2 alone"
-        )
-        expect(
-            not math.isnan(poison) or bool(decoded[2].isnan().any()),
+            poison == math.inf or bool(decoded[2].isnan().any()),
             "a row with NaN decodes to numbers",
-            "NaN where NaN was: an error must not turn into a value",
+            expected,
         )
 
 
@@ -199,7 +185,7 @@ def rows_are_cut_and_joined(format: Format) -> None:
     payloads = {name: tensor[taken] for name, tensor in encoded.payloads.items()}
     decoded = EncodedRows(format=format, hidden_size=100, payloads=payloads).decode(torch.float32)
     due = encoded.decode(torch.float32)[taken]
-    expect(same_bits(decoded, due), "rows taken out of a batch decode to something else", "the same bits")
+    expect_same(decoded, due, "rows taken out of a batch decode to something else")
 
 
 def scale_layouts_as_declared(format: Format) -> None:
@@ -208,16 +194,11 @@ def scale_layouts_as_declared(format: Format) -> None:
         return
     encoded = format.encode(gaussian_rows(_ROWS, 100))
     swizzled = encoded.swizzled()
-    expect(
-        swizzled.scale_layout == "swizzled",
-        f"`swizzled()` gave rows with {swizzled.scale_layout} scales",
-        "swizzled ones, as `scale_layouts` declares",
-    )
-    same = same_bits(swizzled.decode(torch.float32), encoded.decode(torch.float32))
-    expect(same, "rows with swizzled scales decode to something else", "the same bits")
-    back = swizzled.linear().payloads
-    for name, payload in encoded.payloads.items():
-        expect(same_bits(back[name], payload), f"`linear()` brought back another {name!r}", "the same bits")
+    layout, expected = swizzled.scale_layout, "swizzled ones, as `scale_layouts` declares"
+    expect(layout == "swizzled", f"`swizzled()` gave rows with {layout} scales", expected)
+    decoded, found = swizzled.decode(torch.float32), "rows with swizzled scales decode to something else"
+    expect_same(decoded, encoded.decode(torch.float32), found)
+    expect_same_code(encoded, swizzled.linear(), "`linear()` brought back another {}")
     try:
         swizzled.swizzled()
     except ContractError:
@@ -227,15 +208,10 @@ def scale_layouts_as_declared(format: Format) -> None:
 
 def name_reads_back(format: Format) -> None:
     """Equal parameters are equal formats, and what `str` writes, the registry reads back (where registered)."""
-    names: list[str] = []
-    if dataclasses.is_dataclass(format):
-        names = [field.name for field in dataclasses.fields(format)]
-    twin = type(format)(**{name: getattr(format, name) for name in names})
-    expect(
-        twin == format and hash(twin) == hash(format),
-        f"two formats {format} with equal parameters differ",
-        "equal: a frozen dataclass",
-    )
+    fields = dataclasses.fields(format) if dataclasses.is_dataclass(format) else ()
+    twin = type(format)(**{field.name: getattr(format, field.name) for field in fields})
+    equal = twin == format and hash(twin) == hash(format)
+    expect(equal, f"two formats {format} with equal parameters differ", "equal: a frozen dataclass")
     if FORMATS.get(format.name) is not type(format):
         return
     try:
