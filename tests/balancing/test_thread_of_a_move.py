@@ -90,7 +90,7 @@ def test_the_thread_waits_for_a_switch_as_long_as_it_is_ready_and_nobody_gives_u
     found = []
     for progress in (Progress.READY, Progress.PREPARING):
         for cancelled in (False, True):
-            move._progress, move._cancelled = progress, cancelled
+            move.progress, move._cancelled = progress, cancelled
             found.append(waits(move._await_switch))
     assert found == [True, False, False, False]
 
@@ -100,7 +100,7 @@ def test_ranks_wait_for_the_thread_as_long_as_it_prepares_and_has_no_error():
     found = []
     for progress in (Progress.PREPARING, Progress.READY):
         for error in (None, LOST):
-            move._progress, move.error = progress, error
+            move.progress, move.error = progress, error
             found.append(waits(move.wait_for_thread))
     assert found == [True, False, False, False]
     assert move.wait_for_thread() is Progress.READY
@@ -125,7 +125,7 @@ def test_when_a_thread_has_ended_and_when_a_rank_is_ready():
     for alive in (True, False):
         move._thread = SimpleNamespace(is_alive=lambda alive=alive: alive)
         assert move.has_ended == (not alive)
-    move._progress = Progress.READY
+    move.progress = Progress.READY
     assert move.ready
     move.switched()
     move._thread = SimpleNamespace(is_alive=lambda: True)

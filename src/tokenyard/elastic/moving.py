@@ -29,7 +29,7 @@ from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group, make_together
 from tokenyard.group.shared_memory import Address, address_of, map_memory
-from tokenyard.routing import Move, Placement, moves
+from tokenyard.routing import Move, Placement
 
 # Bytes that travel at a time.
 PIECE = 16 * 1024 * 1024
@@ -150,9 +150,8 @@ class HeldExperts:
     @classmethod
     def of(cls, slots: ExpertSlots, tensors: Mapping[str, Tensor], host: str) -> HeldExperts:
         """Where this rank holds its experts."""
-        return cls(
-            slots=slots, host=host, memory={name: address_of(tensor) for name, tensor in tensors.items()}
-        )
+        memory = {name: address_of(tensor) for name, tensor in tensors.items()}
+        return cls(slots=slots, host=host, memory=memory)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, to be sent to the other ranks."""
@@ -374,10 +373,3 @@ def bytes_of(part: Tensor) -> Tensor:
 def width(tensor: Tensor) -> int:
     """Bytes of one expert's part of a tensor."""
     return tensor.dtype.itemsize * torch.Size(tensor.shape[1:]).numel()
-
-
-def paths_between(
-    before: Mapping[str, Placement], after: Mapping[str, Placement]
-) -> dict[str, tuple[Move, ...]]:
-    """By layer, the experts that must be copied from rank to rank to get from one placement to the other."""
-    return {layer: moves(before[layer], placement) for layer, placement in after.items()}

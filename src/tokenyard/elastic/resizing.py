@@ -34,9 +34,9 @@ from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, Token
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
+from tokenyard.group.readmission import check_count
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft
-from tokenyard.planning.spec import is_size
 from tokenyard.planning.state import make_exchange
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
@@ -296,15 +296,7 @@ def check_leaving(ranks: Sequence[int], group: Group) -> list[int]:
 def check_grown(grown: object, present: Group) -> int:
     """The number of fresh ranks: `grown` itself, or how many ranks the group `grown` has more than the present one."""
     if not isinstance(grown, Group):
-        if not is_size(grown):
-            raise InputError(
-                f"{shown(grown)} ranks are to be taken in",
-                expected="a number of ranks, from 1; or a group that has more of them",
-                fix="pass how many processes will call `rejoin`",
-                rank=present.rank,
-            )
-        assert isinstance(grown, int)
-        return grown
+        return check_count(grown, present.rank)
     if grown.size <= present.size or grown.rank != present.rank:
         raise InputError(
             f"rank {present.rank} of {present.size} is rank {grown.rank} of {grown.size} in the group to grow into",

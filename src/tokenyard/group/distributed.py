@@ -121,7 +121,7 @@ class DistributedGroup(Group):
         keep_in_children(process_group)  # it may outlive this object
         self._readmissions = 0
         self._all_met = False
-        self._splits: dict[tuple[tuple[int, ...], str], int] = {}
+        self._subgroups = {}
 
     @classmethod
     def _met(
@@ -136,7 +136,7 @@ class DistributedGroup(Group):
         gone: Callable[[], dict[int, str]] = dict,
         causes: Callable[[Sequence[int]], list[int]] = list,
         attendance: Attendance | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> DistributedGroup:
         """The group of the ranks that meet under an invitation's key in the store, made without torch's world group.
 
@@ -168,7 +168,7 @@ class DistributedGroup(Group):
                     detector=detector,
                     gone=gone,
                     causes=causes,
-                    check=check or (lambda: None),
+                    check=check,
                 ),
                 look=detector.attendance.look,
             )
@@ -298,18 +298,18 @@ class DistributedGroup(Group):
         missing = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline, number=number)
         # The message of torch.distributed is useful only if no lost rank is known.
         said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
-        detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
-        return self.lost(missing, phase=phase, waited=waited, detail=detail)
+        return self.lost(missing, phase=phase, waited=waited, detail=self._detail(said))
+
+    def _detail(self, said: str = "") -> str:
+        """What the failure detector says besides the lost ranks, or else what torch said."""
+        return "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
 
     @in_own_process
     def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
         if self.device.type != "cpu":
             self._detector.attendance.was_awake(waited)
-        found = self._detector.lost(
-            phase=phase, waited=waited, deadline=self.deadline, missing=ranks
-        ) or list(ranks)
-        detail = "; ".join(filter(None, [self._detector.detail, self._detector.silent]))
-        lost = self.lost(found, phase=phase, waited=waited, detail=detail)
+        found = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline, missing=ranks)
+        lost = self.lost(found or list(ranks), phase=phase, waited=waited, detail=self._detail())
         self._broken = self._broken or lost.found
         return lost
 
@@ -361,22 +361,14 @@ class DistributedGroup(Group):
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
 
-    @in_own_process
-    def subgroup(
-        self,
-        ranks: Sequence[int],
-        *,
-        name: str | None = None,
-        purpose: str = "",
-        check: Callable[[], None] | None = None,
+    def _subgroup(
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
     ) -> DistributedGroup:
-        members = self._check_members(ranks)
         if self._process_group is None:
             raise self._is_broken()
         self._check_store()
-        name = name or f"{self.name}/{'-'.join(map(str, members))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
-            return self._split(members, name, purpose, check)
+            return self._split(members, name, purpose, number, check)
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in members]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
@@ -387,26 +379,16 @@ class DistributedGroup(Group):
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
     def _split(
-        self, members: tuple[int, ...], name: str, purpose: str, check: Callable[[], None] | None
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
     ) -> DistributedGroup:
         """A group of some of these ranks, made without torch's `new_group`: it is freed with its last reference."""
-        # The n-th subgroup of these ranks that a rank asks for is the same on all of them.
-        self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
-        ranks = "-".join(filter(None, [*map(str, members), purpose]))
-        meeting = f"{self._rejoin_store.group_key}/{self.name}/subgroup/{ranks}/{number}"
+        ranks, group_key = "-".join(map(str, members)), self._rejoin_store.group_key
+        meeting = f"{group_key}/{self.name}/subgroup/{'-'.join(filter(None, [ranks, purpose]))}/{number}"
         invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
-        rejoin_store = RejoinStore(
-            self._rejoin_store.store,
-            f"{self._rejoin_store.group_key}/{name}/{'-'.join(map(str, members))}/{number}",
-        )
-        return self._meet(
-            {rank: place for place, rank in enumerate(members)},
-            rejoin_store,
-            invitation,
-            seconds=max(self.deadline, FINDING_EACH_OTHER),
-            phase="finding each other",
-            check=check,
-        )
+        rejoin_store = RejoinStore(self._rejoin_store.store, f"{group_key}/{name}/{ranks}/{number}")
+        places = {rank: place for place, rank in enumerate(members)}
+        seconds, phase = max(self.deadline, FINDING_EACH_OTHER), "finding each other"
+        return self._meet(places, rejoin_store, invitation, seconds=seconds, phase=phase, check=check)
 
     def _meet(
         self,
@@ -416,7 +398,7 @@ class DistributedGroup(Group):
         *,
         seconds: float,
         phase: str = PHASE,
-        check: Callable[[], None] | None,
+        check: Callable[[], None],
     ) -> DistributedGroup:
         """A group in which ranks of this one have these places; other places are those of fresh ranks."""
         self._detector.read()
@@ -472,9 +454,7 @@ class DistributedGroup(Group):
         except (RuntimeError, TimeoutError) as silent:
             raise _lost_store(self.name, str(silent).splitlines()[0][:200], self.rank) from silent
 
-    def _fill(
-        self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
-    ) -> DistributedGroup:
+    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None]) -> DistributedGroup:
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(

@@ -58,15 +58,16 @@ def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
     return sorted(lost)
 
 
-def check_count(count: object, rank: int) -> None:
-    """Raise unless `count`, the number of fresh ranks, is an int of at least 1."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InputError(
-            f"{shown(count)} ranks are to be taken in",
-            expected="a number of ranks, from 1",
-            fix="pass how many processes will call `rejoin`",
-            rank=rank,
-        )
+def check_count(count: object, rank: int) -> int:
+    """The number of fresh ranks; raise unless it is an int of at least 1."""
+    if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
+        return count
+    raise InputError(
+        f"{shown(count)} ranks are to be taken in",
+        expected="a number of ranks, from 1; or, for `plan.grow`, a group that has more of them",
+        fix="pass how many processes will call `rejoin`",
+        rank=rank,
+    )
 
 
 def nobody_invited(rank: int, address: str, waited: float) -> GroupError:

@@ -34,11 +34,7 @@ from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process
-from tokenyard.group.readmission import (
-    PHASE,
-    name_again,
-    nobody_invited,
-)
+from tokenyard.group.readmission import PHASE, name_again, nobody_invited
 
 
 @dataclass
@@ -223,8 +219,7 @@ class ThreadGroup(Group):
         self._meeting_point = meeting_point
         self._invitations = invitations or meeting_point.invitations
         self._calls = self._readmissions = 0
-        self._splits: dict[tuple[tuple[int, ...], str], int] = {}
-        self._closed = False
+        self._subgroups, self._closed = {}, False
         self._one_thread = OneThread(f"group {name!r}", rank)
 
     def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
@@ -341,18 +336,9 @@ class ThreadGroup(Group):
     def host(self) -> str:
         return self._meeting_point.hosts[self.rank]
 
-    @in_own_process
-    def subgroup(
-        self,
-        ranks: Sequence[int],
-        *,
-        name: str | None = None,
-        purpose: str = "",
-        check: Callable[[], None] | None = None,
+    def _subgroup(
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
     ) -> ThreadGroup:
-        members = self._check_members(ranks)
-        # The n-th subgroup of these ranks that a rank asks for is the same on all of them: they need not wait.
-        self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
         parent = self._meeting_point
         hosts = [parent.hosts[rank] for rank in members]
         with parent.lock:
@@ -360,13 +346,7 @@ class ThreadGroup(Group):
             gone = [(r, why) for r, why in parent.gone.items() if r in members]
         for rank, why in gone:
             meeting_point.leave(members.index(rank), why)
-        return ThreadGroup(
-            members.index(self.rank),
-            meeting_point,
-            name or f"{self.name}/{'-'.join(map(str, members))}",
-            self.deadline,
-            self.device,
-        )
+        return ThreadGroup(members.index(self.rank), meeting_point, name, self.deadline, self.device)
 
     @property
     def address(self) -> str:
@@ -381,9 +361,7 @@ class ThreadGroup(Group):
     def decided(self, question: str) -> str | None:
         return self._meeting_point.successors.decided.get(question)
 
-    def _fill(
-        self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
-    ) -> ThreadGroup:
+    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None]) -> ThreadGroup:
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
         parent, invitations = self._meeting_point, self._invitations
