@@ -287,7 +287,7 @@ def test_a_wrong_format_is_caught(format, check, part):
         (mutants.experts.ReturnsATuple, "one_type_returned", "returned a tuple of 2; expected ExpertRows"),
         (mutants.experts.WeighsTwice, "within_the_bound", "beyond the bound for"),
         (mutants.experts.FinalizesOtherwise, "finalizing_agrees", "finalize=True and finalize=False differ"),
-        (mutants.experts.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for nobody, is"),
+        (mutants.experts.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for no expert, is"),
         (mutants.experts.ClampsNan, "nan_stays_in_its_row", "a row of NaN gave numbers with swiglu_clamped"),
         (
             mutants.experts.DropsDuplicates,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tokenyard.experts import Experts
     from tokenyard.formats import Format
 
-EXIT_OFF = 1
+EXIT_FAILED = 1
 # Findings shown below the grid; `--json` has all.
 _MOST_SHOWN = 12
 _MOST_NAMED = 5
@@ -98,11 +98,11 @@ def check(
     with progress_bar() as bar:
         task = bar.add_task("starting", total=steps + len(lone_formats) + len(chosen_experts))
 
-        def tell(what: str, steps: int) -> None:
+        def progress(what: str, steps: int) -> None:
             bar.update(task, description=what, advance=steps)
 
-        alone = check_parts(lone_formats, chosen_experts, device, tell)
-        moving, cells = campaign.run(drawn, tell, rounds)
+        alone = check_parts(lone_formats, chosen_experts, device, progress)
+        moving, cells = campaign.run(drawn, progress, rounds)
     seconds = time.monotonic() - started
     only_cases = [case for _, case in drawn]
     parts = [*moving, *alone]
@@ -136,7 +136,7 @@ def check(
 
     Output(as_json).deliver(document, show)
     if not passed:
-        raise typer.Exit(EXIT_OFF)
+        raise typer.Exit(EXIT_FAILED)
 
 
 # -- Options -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _format(name: str) -> str | Format:
 
 
 def _check_names(kind: str, chosen: Sequence[Any], registered: Mapping[str, Any]) -> None:
-    """Raise if two classes have the same name: the grid could not tell them apart."""
+    """Raise if two classes have the same name: they would share a line of the grid."""
     known = dict(registered)
     for cls in chosen:
         if known.setdefault(cls.name, cls) is not cls:

@@ -46,7 +46,7 @@ def doctor(
     hosts: bool = option(False, "Under torchrun: whether its hosts can work together.", "--hosts"),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Say what this machine can do, and why not the rest."""
+    """Show what this machine can do, and why not the rest."""
     refuse_override()
     findings = []
     if hosts:
@@ -84,7 +84,7 @@ def _machine() -> Iterator[Finding]:
 
     reasons = {
         "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",
-        "transformers": "not installed: `run` and `eval` need it, and `bench experts` has nobody to compare with",
+        "transformers": "not installed: `run` and `eval` need it, and `bench experts` compares with it",
     }
     for name, version in versions().items():
         yield _here_or_absent("versions", name, version, reasons.get(name, "not installed"))

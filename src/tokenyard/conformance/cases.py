@@ -1,7 +1,7 @@
 """A case: one layer, one batch per rank, drawn from a seed, and the checks that its result must pass.
 
 A case is small plain data, so that it can be drawn, sent to processes, printed in a failure and run again.
-Exchange, formats and experts are given by name, or as somebody's own class or object. Every rank draws its own
+Exchange, formats and experts are names, or the user's own classes or objects. Every rank draws its own
 batch and the weights from the case's seed; nothing is passed around.
 
 Everything is drawn on the CPU, so that a seed gives the same bits everywhere. A layer runs on its group's device, and

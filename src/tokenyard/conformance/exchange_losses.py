@@ -64,7 +64,7 @@ class _Losing:
                 fine = waited < LATENESS + PATIENCE / 2
                 expect(fine, f"PeerLost came after {waited:.1f} s", f"the deadline, {DEADLINE} s")
                 return loss
-        raise Finding(f"a rank was {BEYOND} s later than the deadline, and nobody raised", "PeerLost")
+        raise Finding(f"a rank was {BEYOND} s later than the deadline, and no call raised", "PeerLost")
 
     def stays_broken(self) -> None:
         """Check that every call after the loss raises `PlanBroken`, also if it is made later."""

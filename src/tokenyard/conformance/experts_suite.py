@@ -88,9 +88,11 @@ def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
     weights_RK[ids_RK < 0] = float("nan")  # not used there
     rows_RH = replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)).result(cls)
     for row in (3, 9):
-        found = f"row {row}, for nobody, is {rows_RH[row, :4].tolist()}"
+        found = f"row {row}, for no expert, is {rows_RH[row, :4].tolist()}"
         expect(not bool(rows_RH[row].any()), found, "zeros")
-    expect(bool(torch.isfinite(rows_RH).all()), "NaN of a row for nobody reached another row", "finite rows")
+    expect(
+        bool(torch.isfinite(rows_RH).all()), "NaN of a row for no expert reached another row", "finite rows"
+    )
 
 
 def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
@@ -125,7 +127,7 @@ def empty_batches(cls: type[Experts], device: torch.device) -> None:
     expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
     batch = supported_batch(cls, device)
     batch.routes.ids_RK.fill_(-1)
-    expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
+    expect(not bool(batch.result(cls).any()), "a batch for no expert gave something", "zeros")
     spec = replace(batch.spec, num_local_experts=0, num_experts=batch.spec.num_local_experts)
     if cls.supports(spec) is None:
         for rows in (0, ROWS):

@@ -124,10 +124,10 @@ class ExpertMoves:
             for name, wiring in state.wirings.items()
         }
         question, draft = self._question(), state.draft
-        told = introduction(draft, question, goals)
+        introduced = introduction(draft, question, goals)
 
         def agree(made: Group) -> tuple[Draft, int]:
-            made.gather_json(told, phase="growing")
+            made.gather_json(introduced, phase="growing")
             return state.redraft(made, lambda: _placed(draft.specs, goals))
 
         next_group = NextGroup(
@@ -330,7 +330,7 @@ def _ways(
 
 
 def _together(ways: Mapping[str, Sequence[Placement]]) -> list[dict[str, Placement]]:
-    """The steps of several layers together: step n has the n-th placement of each layer that has so many."""
+    """The steps of several layers together: step n has the n-th placement of each layer with at least n steps."""
     longest = max(map(len, ways.values()), default=0)
     return [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)]
 

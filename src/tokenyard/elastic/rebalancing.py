@@ -120,7 +120,7 @@ class Rebalance:
     @property
     def is_done(self) -> bool:
         """Whether all layers use their new placements; on a rank that leaves, whether it has no more calls to make."""
-        return self._number == len(self._steps) or self.lets_go
+        return self._number == len(self._steps) or self.leaves_now
 
     @property
     def is_last_step(self) -> bool:
@@ -128,7 +128,7 @@ class Rebalance:
         return self._number == len(self._steps) - 1
 
     @property
-    def lets_go(self) -> bool:
+    def leaves_now(self) -> bool:
         """Whether this rank leaves the plan, and all ranks have agreed to switch now."""
         ready = self.decision is Progress.READY and self.error is None
         leaves = self.next_ranks is not None and self.next_ranks.leaves
@@ -202,7 +202,7 @@ class Rebalance:
                     self._report(Progress.READY)
                     self._await_switch()
             if self.next_ranks is not None:
-                self.next_ranks.say_farewell()
+                self.next_ranks.free_old_group()
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
@@ -284,15 +284,15 @@ class Rebalance:
                 self._changed.wait()
 
 
-def failure_of(rank: int, told: Sequence[str | None], own: BaseException | None) -> BaseException:
+def failure_of(rank: int, errors: Sequence[str | None], own: BaseException | None) -> BaseException:
     """The error that a rank raises when a move was given up: its own, or `PeerFailed` for the rank that caused it.
 
-    `told` holds the error of each rank as text, if it has one. A `PeerLost` counts as caused by another rank's error.
+    `errors` has the error of each rank as text, if there is one. A `PeerLost` counts as caused by another rank's error.
     """
     first = next(
-        (r for r, words in enumerate(told) if words and not words.startswith(PeerLost.__name__)), None
+        (r for r, words in enumerate(errors) if words and not words.startswith(PeerLost.__name__)), None
     )
     if own is not None and (first is None or first == rank or not isinstance(own, PeerLost)):
         return own
-    first = first if first is not None else next(r for r, words in enumerate(told) if words)
-    return PeerFailed(first, str(told[first]), phase="moving experts", rank=rank)
+    first = first if first is not None else next(r for r, words in enumerate(errors) if words)
+    return PeerFailed(first, str(errors[first]), phase="moving experts", rank=rank)

@@ -51,9 +51,9 @@ class Recovery:
         if any(w.exchange_spec.placement.without(loss.peers).lost_experts for w in self._state.draft.wirings):
             raise loss  # some experts have no copy on the ranks that are left
         self.go_on_without(loss.peers)
-        told = self._state.group.gather_json([self._state.calls, layer], phase="after a loss")
-        furthest = max(calls for calls, _ in told)
-        behind = [name for calls, name in told if calls < furthest]
+        by_rank = self._state.group.gather_json([self._state.calls, layer], phase="after a loss")
+        furthest = max(calls for calls, _ in by_rank)
+        behind = [name for calls, name in by_rank if calls < furthest]
         if behind and self._state.calls == furthest:
             self._state.layers[behind[0]].take_part()
 

@@ -7,15 +7,15 @@ When all ranks are ready, each of them switches to the new group and the new pla
 **One decision.** A rank may be lost when some ranks have switched to the next group and others have not. These ranks
 must not wait for each other in different groups. A rank that is about to switch therefore first records this decision
 where all ranks can read it (`Group.decide`), and so does a rank that will not switch any more. The first decision
-stands, and all ranks follow it.
+is final, and all ranks follow it.
 
-**Leaving.** The ranks tell each other in the background when they have switched. After all have, they free what the old
+**Leaving.** In the background, the ranks wait until all have switched. Then they free what the old
 group shared. A rank that leaves waits for this in `wait`: until then others may still read what it has sent. A rank
 that has not switched after a deadline is not waited for any longer; the others find it lost in their next call.
 
 **A rank that fails** decides that the plan stays as it is, and may not come to the next group. The other
-ranks look for this decision while they wait for the ranks of the next group (`StayCheck`): nothing else would tell them
-that one of these will not come.
+ranks look for this decision while they wait for the ranks of the next group (`StayCheck`): nothing else shows that one
+of these will not come.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class NextGroup:
         self._decided_in = decided_in or present  # the group whose decisions fresh ranks can read, too
         self._answer: str | None = None
         self._stay_check = StayCheck(self._decided_in, question)
-        self._farewell_until: float | None = None
+        self._old_group_until: float | None = None
 
     @property
     def admits(self) -> bool:
@@ -152,9 +152,9 @@ class NextGroup:
         self._answer = self._answer or self._decided_in.decide(self._question, STAY)
         return self._answer == STAY
 
-    def say_farewell(self) -> None:
+    def free_old_group(self) -> None:
         """Wait until all ranks have switched, at most for the deadline, and free what the old group shared."""
-        self._farewell_until = time.monotonic() + self._present.deadline
+        self._old_group_until = time.monotonic() + self._present.deadline
         with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
             self.carrier.meet()
         self.carrier.close()
@@ -164,7 +164,7 @@ class NextGroup:
     def _check(self) -> None:
         """Raise if this rank need not wait for the others any longer."""
         self._stay_check()
-        if self._farewell_until is not None and time.monotonic() > self._farewell_until:
+        if self._old_group_until is not None and time.monotonic() > self._old_group_until:
             waited = self._present.deadline
             raise self._present.lost([], phase="leaving the group before", waited=waited)
 

@@ -117,17 +117,17 @@ class Group(ABC):
 
     @abstractmethod
     def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
-        """Start what `all_gather` does, without waiting for anybody."""
+        """Start an `all_gather`, without waiting for the other ranks."""
 
     @abstractmethod
     def start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Pending[Tensor]:
-        """Start what `all_gather_rows` does, without waiting for anybody."""
+        """Start an `all_gather_rows`, without waiting for the other ranks."""
 
     @abstractmethod
     def start_all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Pending[Tensor]:
-        """Start what `all_to_all_rows` does, without waiting for anybody."""
+        """Start an `all_to_all_rows`, without waiting for the other ranks."""
 
     def allow_messages(self, nbytes: int) -> None:
         """Allow messages of up to `nbytes` whose length their receivers do not know. All ranks allow the same, on CPUs.

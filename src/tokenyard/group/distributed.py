@@ -3,8 +3,7 @@
 This module deals with the pitfalls of torch.distributed:
 
 - float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
-- The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
-  is bounded too.
+- Each wait has the deadline, which therefore also bounds groups that the user made with torch's half an hour.
 - gloo gets the deadline, too. If only the waiting rank gave up, gloo's threads would wait on, and the process could
   not end before they do: with torch's default of half an hour, that looks like a hang.
 - gloo reports only "Timed out" (or "Connection closed by peer", when a process died). It does not say which rank is

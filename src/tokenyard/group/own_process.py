@@ -2,7 +2,7 @@
 
 A process that is forked from it gets a copy of all of them, and of everything that they use: the connections to
 the other ranks, the memory that is shared with them, locks that other threads hold. It gets none of the threads. A call
-in that process would write in the name of its parent. Many libraries fork, such as the workers of a `DataLoader`.
+in that process would write into its parent's memory and connections. Many libraries fork, as a `DataLoader` does.
 
 - Each call is refused there (`OwnProcess.check`). To see it takes no system call: each fork is counted in the child.
 - What disturbs other ranks when it is freed, such as a process group of gloo, is kept there (`keep_in_children`).
@@ -91,7 +91,7 @@ def not_pickled(what: str, *, fix: str, layer: str | None = None, rank: int | No
     """The error for an object that is to be pickled, or copied by what pickling uses (`copy.copy`)."""
     return HandleError(
         f"{what} was to be pickled, or copied with copy.copy",
-        expected="it to stay in its process: it stands on connections and memory that the ranks share",
+        expected="it to stay in its process: it uses connections and memory that the ranks share",
         fix=fix,
         layer=layer,
         rank=rank,

@@ -70,7 +70,7 @@ def check_count(count: object, rank: int) -> int:
     )
 
 
-def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
+def not_invited(rank: int, address: str, waited: float) -> GroupError:
     """The error of a fresh rank that got no invitation, or whose invitation another process took."""
     return GroupError(
         f"rank {rank} of {address} was not invited within {waited:.1f} s",
@@ -132,7 +132,7 @@ class RejoinStore:
                 if free and self.store.compare_set(self._key(rank), found, taken) == taken:
                     return Invitation.decode(found)
             time.sleep(_PAUSE)
-        raise nobody_invited(rank, address, waited)
+        raise not_invited(rank, address, waited)
 
 
 def meet(
@@ -316,7 +316,7 @@ def invited_at(address: str, rank: int, seconds: float) -> tuple[RejoinStore, In
     except (RuntimeError, OSError) as error:  # torch's own errors; and that of no answer
         raise GroupError(
             f"the store of {address} does not answer: {str(error).splitlines()[0][:200]}",
-            expected="the store through which the group found together: its host is up, and can be reached from here",
-            fix="pass what `group.address` says on a rank that is left, and look at the way to that host",
+            expected="the store through which the group connected: its host is up, and can be reached from here",
+            fix="pass the `group.address` of a rank that is left, and check the network to that host",
             rank=rank,
         ) from error

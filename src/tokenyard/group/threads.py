@@ -34,7 +34,7 @@ from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process
-from tokenyard.group.readmission import PHASE, name_again, nobody_invited
+from tokenyard.group.readmission import PHASE, name_again, not_invited
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Invitations:
         """Wait for an invitation, and take it."""
         with self.changed:
             if not self.changed.wait_for(lambda: rank in self.invited, seconds):
-                raise nobody_invited(rank, self.address, seconds)
+                raise not_invited(rank, self.address, seconds)
             return self.invited.pop(rank)
 
 
@@ -399,7 +399,7 @@ class ThreadGroup(Group):
 
     @in_own_process
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this rank has ended."""
+        """Make it known to the other ranks that this rank has ended."""
         self._meeting_point.leave(self.rank, why)
 
     @in_own_process

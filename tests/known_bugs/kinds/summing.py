@@ -186,7 +186,7 @@ KIND = BugKind(
             "which is what old memory sometimes reads as.",
             mutate=nan_in_an_unused_slot,
             caught_by=ExpertsCheck(name="rows_for_nobody_are_zero"),
-            says="row 3, for nobody, is [nan, nan, nan, nan]; expected zeros",
+            says="row 3, for no expert, is [nan, nan, nan, nan]; expected zeros",
         ),
     ),
 )

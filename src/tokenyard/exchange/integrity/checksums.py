@@ -7,7 +7,7 @@ They are one more payload, of 64-bit numbers, which transports carry like any ot
     back through a relay   expert rank │ source rank and token │ …; then in a host's sum   relay's rank │ token │ …
 
 The first three numbers, the *head*, say whose row it is and of which round: they reveal rows that were swapped, dropped
-or left from an earlier round. Checksums tell which payload was changed. Ids are rewritten on the way, to local ids of
+or left from an earlier round. Checksums show which payload was changed. Ids are rewritten on the way, to local ids of
 the receiving rank, so they have no checksum: the receiver resolves the copy of the routes again, and compares.
 
 A checksum is the sum of a row's 64-bit words, each times an odd number of its own, modulo 2^64. Any change of a single
@@ -133,7 +133,7 @@ def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, checksums_RC
     expected = f"rows that rank {source} sent in round {round}, in the order of its tokens"
     which = f"row {row - int((sources_R < source).sum())} from rank {source}"
     if bool((checksums_RC[row, :CHECKSUM_HEAD] == -1).all()):
-        found = f"{which} is an unused slot: nobody wrote it in round {round}"
+        found = f"{which} is an unused slot: no rank wrote it in round {round}"
         raise Corrupted(found, expected=expected, source=source, place="order")
     if int(round_R[row]) != round:
         found = f"{which} is token {token} of round {int(round_R[row])}: it was left there"
@@ -215,7 +215,7 @@ def _check_routes(
 
 @dataclass(frozen=True, kw_only=True)
 class ResultNumbers:
-    """How results are numbered, so that the rank that sums them can tell whose they are."""
+    """How results are numbered, so that the rank that sums them knows whose they are."""
 
     per_token: int = 1  # numbers for each token: K if each of its choices has a result
     with_source: bool = False  # whether they hold the source rank: a relay sums tokens of several ranks
@@ -264,11 +264,11 @@ def check_back(
             checksums_NC[row, :CHECKSUM_HEAD].tolist() if len(checksums_NC) else (-1, -1, -1)
         )
         choice = f"choice {other % numbers.per_token} of " if numbers.per_token > 1 else ""
-        told = f"what rank {source} computed for {choice}{numbers.name(other)} in round {when}"
+        what = f"what rank {source} computed for {choice}{numbers.name(other)} in round {when}"
         if (source, other, when) == (-1, -1, -1):
-            told = "nothing"
+            what = "nothing"
         raise Corrupted(
-            f"rank {peer} returned {told} as the result of {due}",
+            f"rank {peer} returned {what} as the result of {due}",
             expected=f"the result of {due}{'' if numbers.with_source else ' of this rank'}, of round {round}, "
             f"from rank {peer}",
             source=peer,
