@@ -233,13 +233,10 @@ class MoveUnderWay:
         if self.move is not None and max(switches) > self._switches:
             self._take_step(self.move)
             self.move.switched()
-        lost = (
-            PlanBroken(self._state.exchange.usability.broken_by)
-            if self._state.exchange.usability.broken_by
-            else None
-        )
+        loss = self._state.exchange.usability.broken_by
         if self.move is not None and not self.move.is_done:
-            self.give_up(lost or HandleError("ranks were lost", expected="all ranks", fix="rebalance again"))
+            again = HandleError("ranks were lost", expected="all ranks", fix="rebalance again")
+            self.give_up(PlanBroken(loss) if loss else again)
         self.move = None
 
     def close(self) -> None:

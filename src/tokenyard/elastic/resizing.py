@@ -71,9 +71,8 @@ def give_up(group: Group, question: str, error: BaseException | None, members: S
     With it, this rank writes down which ranks it has lost, and the others raise `PeerLost` for the same ranks.
     `members`, if not empty, maps the ranks that `error` names to their numbers in the plan's group.
     """
-    lost = [
-        members[rank] if members else rank for rank in (error.peers if isinstance(error, PeerLost) else ())
-    ]
+    peers = error.peers if isinstance(error, PeerLost) else ()
+    lost = [members[rank] if members else rank for rank in peers]
     with contextlib.suppress(TokenyardError):  # the store of the group does not answer
         group.decide(_by_whom(question), json.dumps([f"rank {group.rank}", lost]))
         group.decide(question, STAY)
@@ -106,9 +105,8 @@ class NextGroup:
         self.members = list(members)  # the ranks of the present group that stay, in the order of the next
         self.leaves = make_group is None  # whether this rank is not in the next group
         self.group, self.exchange = None, None
-        self.held: dict[
-            str, list[HeldExperts]
-        ] = {}  # where all ranks of the next group hold experts, with fresh ones
+        # By layer, where all ranks of the next group hold experts, the fresh ones included.
+        self.held: dict[str, list[HeldExperts]] = {}
         self.left_behind: list[Callable[[], None]] = []  # functions that free what the old group shared
         self._present, self._question = present, question
         self._make_group, self._make_draft, self._layers = make_group, make_draft, layers

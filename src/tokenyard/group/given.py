@@ -49,9 +49,7 @@ def as_group(given: GroupLike) -> Group:
     made = DistributedGroup(process_group, device=device, name=process_group.group_name)
     earlier = _made_of.get(process_group, 0)
     _made_of[process_group] = earlier + 1
-    for _ in range(
-        earlier
-    ):  # plans of one process group have different numbers, though each has a group of its own
+    for _ in range(earlier):  # plans of one process group have different numbers: each has a group of its own
         made.count_plan()
     return made
 
