@@ -36,7 +36,6 @@ from tokenyard.group.hosts import check_processes, this_host
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process, keep_in_children
 from tokenyard.group.readmission import (
-    PHASE,
     Invitation,
     RejoinStore,
     address_of,
@@ -131,50 +130,29 @@ class DistributedGroup(Group):
         *,
         device: torch.device,
         seconds: float,
-        phase: str = PHASE,
-        gone: Callable[[], dict[int, str]] = dict,
-        causes: Callable[[Sequence[int]], list[int]] = list,
         attendance: Attendance | None = None,
-        check: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> DistributedGroup:
         """The group of the ranks that meet under an invitation's key in the store, made without torch's world group.
 
-        `gone` returns the ranks that this rank knows to have ended, `causes` those that are to blame for ranks that do
-        not come, and `check` may raise to end the wait. Looks in the new group count in `attendance`, too.
+        `options` are those of `meet`. Looks in the new group count in `attendance`, too.
         """
         # Made before this rank shows up at the meeting: every rank that is there has then registered its process.
-        detector = FailureDetector(
-            rejoin_store.store,
-            invitation.meeting,
-            rank,
-            invitation.size,
-            this_host(),
-            Attendance(parent=attendance),
-        )
-        detector.attendance.look(waits=True)
+        store, own = rejoin_store.store, Attendance(parent=attendance)
+        detector = FailureDetector(store, invitation.meeting, rank, invitation.size, this_host(), own)
+        options |= {"seconds": seconds, "connecting": FINDING_EACH_OTHER, "detector": detector}
+        options["timeout"] = max(invitation.deadline, FINDING_EACH_OTHER)
+        own.look(waits=True)
         try:
             process_group = within(
                 seconds + FINDING_EACH_OTHER + _STORE,
-                lambda: meet(
-                    rejoin_store.store,
-                    invitation.meeting,
-                    rank,
-                    invitation.size,
-                    phase=phase,
-                    seconds=seconds,
-                    connecting=FINDING_EACH_OTHER,
-                    timeout=max(invitation.deadline, FINDING_EACH_OTHER),
-                    detector=detector,
-                    gone=gone,
-                    causes=causes,
-                    check=check,
-                ),
-                look=detector.attendance.look,
+                lambda: meet(store, invitation.meeting, rank, invitation.size, **options),
+                look=own.look,
             )
         except TimeoutError as silent:
             raise _lost_store(invitation.name, str(silent), rank) from silent
         finally:
-            detector.attendance.look(waits=False)
+            own.look(waits=False)
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._written = written_to_meet(invitation.meeting, rank)
@@ -394,12 +372,12 @@ class DistributedGroup(Group):
         places: dict[int, int],
         rejoin_store: RejoinStore,
         invitation: Invitation,
-        *,
-        seconds: float,
-        phase: str = PHASE,
-        check: Callable[[], None],
+        **options: Any,
     ) -> DistributedGroup:
-        """A group in which ranks of this one have these places; other places are those of fresh ranks."""
+        """A group in which ranks of this one have these places; other places are those of fresh ranks.
+
+        `options` are those of `meet`.
+        """
         self._detector.read()
         ranks = {place: rank for rank, place in places.items()}
 
@@ -411,18 +389,9 @@ class DistributedGroup(Group):
             return sorted([places[rank] for rank in found] + [place for place in lost if place not in ranks])
 
         try:
-            return DistributedGroup._met(
-                rejoin_store,
-                places[self.rank],
-                invitation,
-                device=self.device,
-                seconds=seconds,
-                phase=phase,
-                gone=gone,
-                causes=causes,
-                attendance=self._detector.attendance,
-                check=check,
-            )
+            options |= {"device": self.device, "gone": gone, "causes": causes}
+            mine, attendance = places[self.rank], self._detector.attendance
+            return DistributedGroup._met(rejoin_store, mine, invitation, attendance=attendance, **options)
         except PeerLost as error:
             self._detector.leave_note([ranks[place] for place in error.peers if place in ranks])
             raise
@@ -492,9 +461,8 @@ def rejoin_processes(
 ) -> DistributedGroup:
     """Join a group of processes as rank `rank`, in this process: in place of a lost rank, or as a further one."""
     rejoin_store, invitation = invited_at(address, rank, seconds)
-    return DistributedGroup._met(
-        rejoin_store, rank, invitation, device=resolve_device(device), seconds=seconds
-    )
+    place = resolve_device(device)
+    return DistributedGroup._met(rejoin_store, rank, invitation, device=place, seconds=seconds)
 
 
 def _lost_store(name: str, why: str, rank: int) -> GroupError:

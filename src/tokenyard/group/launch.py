@@ -87,7 +87,8 @@ def launch(
         )
     host_of_rank = hosts_of_ranks(hosts, world)
     if ranks == "threads":
-        return _launch_threads(world, fn, args, device, deadline, intra_op, hosts)
+        groups = thread_groups(world, device=device, deadline=deadline, hosts=hosts)
+        return _launch_threads(groups, fn, args, intra_op)
     if ranks == "processes":
         launched = ProcessLaunch(
             devices=devices_of_ranks(device, world),
@@ -108,15 +109,9 @@ def _check_count(
 
 
 def _launch_threads(
-    world: int,
-    fn: Callable[..., Result],
-    args: tuple[Any, ...],
-    device: str | torch.device | None,
-    deadline: float,
-    intra_op: int,
-    hosts: int | Sequence[int],
+    groups: list[ThreadGroup], fn: Callable[..., Result], args: tuple[Any, ...], intra_op: int
 ) -> list[Result]:
-    groups = thread_groups(world, device=device, deadline=deadline, hosts=hosts)
+    world = len(groups)
     if groups[0].device.type == "cuda" and world > MOST_THREADS_ON_CUDA:
         raise InputError(
             f"{world} threads on one GPU",

@@ -72,7 +72,7 @@ class _MeetingPoint:
     ) -> None:
         self.hosts = tuple(hosts)  # by rank: the name of the host that it runs on
         self.size = size = len(self.hosts)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         # By rank: how often it was replaced. A rank that leaves one group also leaves all groups of its chain of
         # replacements in which this number is the same, because it is the same thread there.
         taken: tuple[int, ...] = before.places_taken if before else ()
@@ -100,15 +100,17 @@ class _MeetingPoint:
             if len(call.brought) == self.size:
                 call.complete.set()
             elif missing := [r for r in self.gone if r not in call.brought]:
-                self._give_up(missing, 0.0, "; ".join(self.gone[r] for r in missing))
+                self.give_up(missing, 0.0)
         return call
 
     def give_up(self, missing: Sequence[int], waited: float) -> _Verdict:
-        """Publish a verdict, unless one was published before; return the first one."""
+        """Publish a verdict, unless one was published before, and wake all waiting ranks; return the first one."""
         with self.lock:
-            why = "; ".join(dict.fromkeys(self.gone[r] for r in missing if r in self.gone))
-            self._give_up(list(missing), waited, why)
-            assert self.verdict is not None
+            if self.verdict is None:
+                why = "; ".join(dict.fromkeys(self.gone[r] for r in missing if r in self.gone))
+                self.verdict = _Verdict(list(missing), waited, why)
+            for call in self.calls.values():
+                call.complete.set()
             return self.verdict
 
     def take(self, rank: int, number: int, call: _Call, deadline: float, phase: str) -> list[Any]:
@@ -118,7 +120,7 @@ class _MeetingPoint:
             with self.lock:
                 if not call.complete.is_set():
                     missing = [r for r in range(self.size) if r not in call.brought]
-                    self._give_up(missing, time.monotonic() - started, "")
+                    self.give_up(missing, time.monotonic() - started)
         with self.lock:
             if len(call.brought) < self.size:
                 assert self.verdict is not None
@@ -136,29 +138,21 @@ class _MeetingPoint:
             )
         return [call.brought[r][1] for r in range(self.size)]
 
-    def _give_up(self, missing: list[int], waited: float, why: str) -> None:
-        """Publish the verdict and wake all waiting ranks. The caller holds the lock."""
-        if self.verdict is None:
-            self.verdict = _Verdict(missing, waited, why)
-        for call in self.calls.values():
-            call.complete.set()
-
     def leave(self, rank: int, why: str) -> None:
         """Mark a rank as ended: every rank that waits for it, now or later, raises at once."""
         self._leave(rank, why)
         # Groups that replace this one, or were replaced by it, learn it, too, if the rank is the same thread there.
-        for meeting_point in self.successors.all():
-            if meeting_point is not self and meeting_point.places_taken[rank:][:1] == (
-                self.places_taken[rank],
-            ):
-                meeting_point._leave(rank, why)
+        place = self.places_taken[rank]
+        for other in self.successors.all():
+            if other is not self and rank < other.size and other.places_taken[rank] == place:
+                other._leave(rank, why)
 
     def _leave(self, rank: int, why: str) -> None:
         with self.lock:
             self.gone[rank] = why
             waiting = [c for c in self.calls.values() if rank not in c.brought and c.brought]
             if waiting:
-                self._give_up([rank], 0.0, why)
+                self.give_up([rank], 0.0)
             subgroups = list(self.subgroups.items())
         for (ranks, *_), meeting_point in subgroups:
             if rank in ranks:
@@ -228,12 +222,8 @@ class ThreadGroup(Group):
     @by_one_thread
     def _start(self, kind: str, value: Any, phase: str) -> Pending[list[Any]]:
         if self._closed:
-            raise GroupError(
-                f"group {self.name!r} is closed",
-                expected="an open group",
-                fix="make a new one",
-                rank=self.rank,
-            )
+            found = f"group {self.name!r} is closed"
+            raise GroupError(found, expected="an open group", fix="make a new one", rank=self.rank)
         self._calls = number = self._calls + 1
         call = self._meeting_point.bring(self.rank, number, kind, value, phase)
         return Pending(lambda: self._take(number, call, phase))
