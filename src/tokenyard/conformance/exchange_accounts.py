@@ -88,7 +88,7 @@ def _rows(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
 
 
 def lost_experts_are_counted(trial: Trial) -> None:
-    """Choices whose expert was lost with its rank are dropped and counted; all other choices count."""
+    """Choices of an expert that was lost with its rank are dropped and counted; all other choices are summed."""
     world = trial.group.size
     lost = Placement.contiguous(world + 1, world + 1).without([world])  # no rank owns the last expert
     spec = layer(placement=lost, num_experts=world + 1, top_k=min(3, world + 1), payloads=())

@@ -93,7 +93,7 @@ def alternating_layers(trial: Trial) -> None:
 
 
 def late_ranks(trial: Trial) -> None:
-    """A rank that is late is waited for in every round: its announcement of an earlier round does not count."""
+    """All ranks wait for a late rank in every round: its announcement of an earlier round does not count."""
     stack = CheckedLayers(trial, (layer(payloads=()),))
     for round_ in range(4):
         if trial.group.rank == trial.group.size - 1:
@@ -185,7 +185,7 @@ def groups_side_by_side(trial: Trial) -> None:
 
 
 def closed_plans_make_room(trial: Trial) -> None:
-    """Plans can be made, closed and made again on one group; a closed one refuses to run, and holds no memory."""
+    """A group can make and close plans repeatedly; a closed plan refuses calls, and holds no memory."""
     with Meter(trial.group) as meter:
         for _ in range(5):
             stack = CheckedLayers(trial, (layer(),))
@@ -318,7 +318,7 @@ def out_and_add(trial: Trial) -> None:
 
 
 def unreduced_rows(trial: Trial) -> None:
-    """Where the caller sums over ranks, rows come home one per (token, rank), sum up to the same bits, and are kept."""
+    """Where the caller sums over ranks, it gets a row per (token, rank), which stay valid and sum to the same bits."""
     spec = layer(reduce_ranks="caller", wire="mxfp8")
     if trial.exchange.sums_in_hosts:
         must_raise(PlanError, trial.plan, spec, when="a layer whose caller sums over ranks")

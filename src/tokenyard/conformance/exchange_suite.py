@@ -7,9 +7,9 @@ others sent, and can check all that arrived without asking them. A difference is
 Batches are drawn on the CPU and sent from the group's device; what arrived is compared on the CPU. No two rounds bring
 the same rows, routes or results, so that data left over from an earlier round is noticed.
 
-This module has the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` has those
-of several layers, many rounds and handles, `exchange_errors` those of errors, `exchange_accounts` those of what an
-exchange declares and counts, and `exchange_losses` those of what it does after a rank was lost.
+This module has the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_uses` and
+`exchange_duties` have those of layers and plans, `exchange_accounts` those of what an exchange declares and counts,
+`exchange_failures` those of failed and lost ranks, and `exchange_lasting` those of many rounds and many plans.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def send(made: Plan, spec: LayerSpec, mine: Batch) -> RoundTrip:
 
 def expect_on(found: torch.device, device: torch.device, what: str) -> None:
     """Raise a finding unless `found`, the device of `what`, is of the type of the group's device."""
-    expect(found.type == device.type, f"{what} on {found}", f"{device}, where the rows of the group live")
+    expect(found.type == device.type, f"{what} on {found}", f"{device}, the device of the group's rows")
 
 
 def arrived(trip: RoundTrip, device: torch.device) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def all_data_in_calls(trial: Trial) -> None:
 
 
 def all_data_started(trial: Trial) -> None:
-    """So do batches that are started and finished; the caller may use its rows for something else in between."""
+    """Batches that are started and finished give right results; the caller may overwrite its rows in between."""
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
         (mine,) = batches
@@ -103,7 +103,7 @@ def all_data_started(trial: Trial) -> None:
 
 
 def all_data_in_flight(trial: Trial) -> None:
-    """So do two batches in flight, of a plan that was made for two."""
+    """Two batches in flight, of a plan that was made for two, give right results."""
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
         pending = [_start(stack, name, mine) for mine in batches]
@@ -115,7 +115,7 @@ def all_data_in_flight(trial: Trial) -> None:
 
 
 def all_data_by_choices(trial: Trial) -> None:
-    """So do layers whose choices are summed at home (`sum="choices"`), called and started; or a plan refuses them."""
+    """Layers whose choices are summed on the source rank (`sum="choices"`) give right results, or a plan refuses them."""
     layers = _changed(sum="choices")
     if not trial.exchange.returns_choices:
         must_raise(PlanError, trial.plan, *layers, when='a layer with sum="choices"')
@@ -130,7 +130,7 @@ def all_data_by_choices(trial: Trial) -> None:
 
 
 def all_data_after_moves(trial: Trial) -> None:
-    """So do layers whose experts have moved to other ranks (`plan.rebalance`), again and again."""
+    """Layers whose experts have moved to other ranks (`plan.rebalance`), several times, give right results."""
     world = trial.group.size
     tables = [
         Placement.explicit(6, [[e for e in range(6) if (e + shift) % world == rank] for rank in range(world)])
@@ -146,7 +146,7 @@ def all_data_after_moves(trial: Trial) -> None:
 
 
 def all_data_while_plans_grow(trial: Trial) -> None:
-    """So do layers of a plan that is extended by others, and drops them."""
+    """Layers of a plan that is extended by other layers, and drops them, give right results."""
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
         if number % 5 == 0:
@@ -172,7 +172,7 @@ def all_data_between_idle_calls(trial: Trial) -> None:
 
 
 def all_data_after_errors(trial: Trial) -> None:
-    """So do calls after a call that failed on one rank, in its input or in its experts, which remembers nothing."""
+    """Calls after one that failed on one rank, in its input or in its experts, give right results."""
     last = trial.group.size - 1
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
@@ -189,21 +189,21 @@ def all_data_after_errors(trial: Trial) -> None:
 
 
 def all_data_in_passes(trial: Trial) -> None:
-    """So do batches that go in several passes (`max_rows`), where the exchange declares `bounds_rows`."""
+    """Batches in several passes (`max_rows`) give right results, where the exchange declares `bounds_rows`."""
     if not trial.exchange.for_device(trial.group.device).bounds_rows:
         return  # `rows_bounded_as_declared` checks that a plan refuses it
     _check(trial, _call, "with a bound of the rows", max_rows=2 * trial.group.size)
 
 
 def all_data_watched(trial: Trial) -> None:
-    """So do plans that watch themselves (`paranoid`) and find nothing wrong, where the exchange declares `watches`."""
+    """Paranoid plans give right results, and raise no false alarm, where the exchange declares `watches`."""
     if trial.exchange.for_device(trial.group.device).watches(trial.group) is not None:
         return  # `paranoid_as_declared` checks that a plan refuses it
     _check(trial, _call, "in a plan that watches itself", paranoid=True)
 
 
 def all_data_unreduced(trial: Trial) -> None:
-    """So do results that the caller sums over ranks, where the exchange does not sum inside hosts."""
+    """Results that the caller sums over ranks are right, where the exchange does not sum inside hosts."""
     if trial.exchange.sums_in_hosts:
         return  # `unreduced_rows` checks that a plan refuses it
 
@@ -215,7 +215,7 @@ def all_data_unreduced(trial: Trial) -> None:
 
 
 def all_data_beside_another_plan(trial: Trial) -> None:
-    """So do batches that are under way while a layer of another plan runs: plans share no memory for their work."""
+    """Batches that are in flight while a layer of another plan runs give right results: plans share no memory."""
     other = CheckedLayers(trial, LAYERS)
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
@@ -229,7 +229,7 @@ def all_data_beside_another_plan(trial: Trial) -> None:
 
 
 def all_data_where_calls_survive(trial: Trial) -> None:
-    """So do plans whose calls survive a loss (`survive=True`), as long as no rank is lost."""
+    """Plans whose calls survive a loss (`survive=True`) give right results as long as no rank is lost."""
     world = trial.group.size
     if not trial.exchange.returns_choices:
         return
