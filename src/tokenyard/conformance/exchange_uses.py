@@ -115,7 +115,7 @@ def all_data_in_flight(trial: Trial) -> None:
 
 
 def all_data_by_choices(trial: Trial) -> None:
-    """Layers whose choices are summed on the source rank (`sum="choices"`) give right results, or a plan refuses them."""
+    """Layers whose choices the source rank sums (`sum="choices"`) give right results, or a plan refuses them."""
     layers = _changed(sum="choices")
     if not trial.exchange.returns_choices:
         must_raise(PlanError, trial.plan, *layers, when='a layer with sum="choices"')
