@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
-from tokenyard.conformance.oracle import Bound, oracle, relative_error
+from tokenyard.conformance.oracle import Bound, bounded_oracle, oracle, relative_error
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Transport
 from tokenyard.experts import Experts, ExpertWeights, activation
@@ -234,7 +234,7 @@ def oracle_tolerance(
     decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)
     if wiring.expert_rows is not None and wiring.expert_rows != wiring.wire:
         decoded_TH = wiring.expert_rows.encode(decoded_TH.to(spec.dtype)).decode(torch.float32)
-    exact_TH, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
+    exact_TH, bound = bounded_oracle(spec, weights, decoded_TH, routes)
     tolerance_TH = bound.tolerance(wiring.exchange_spec.combine_wire, spec.dtype)
     if wiring.exchange_spec.hosts:  # results are rounded once more, before they are summed inside their host
         tolerance_TH += bound.tolerance(for_dtype(spec.dtype), spec.dtype)

@@ -240,7 +240,12 @@ def all_data_where_calls_survive(trial: Trial) -> None:
 def many_rows(trial: Trial) -> None:
     """A rank may send more rows than 16 bits can count, and all of them to one rank."""
     most = 66_000
-    sizes = {"hidden_size": 2, "intermediate_size": 1, "num_experts": trial.group.size, "top_k": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2,
+        "intermediate_size": 1,
+        "num_experts": trial.group.size,
+        "top_k": 1,
+    }
     stack = CheckedLayers(trial, (layer(**sizes, max_tokens=most, payloads=()),))
     last = trial.group.size - 1
     mine = stack.batch("moe", most if trial.group.rank == 0 else 1)

@@ -190,9 +190,8 @@ class WatchedTransport(Transport):
         if encoded is not None:
             payloads = {**encoded.payloads, CHECKSUMS: self._checksums_back(arrival, encoded)}
             encoded = replace(encoded, payloads=payloads)
-        pending = self.inner.send_back(
-            replace(results, encoded=encoded, on_results_written=look, watch=watch)
-        )
+        results = replace(results, encoded=encoded, on_results_written=look, watch=watch)
+        pending = self.inner.send_back(results)
         return Pending(lambda: self._watched(arrival, pending.wait(), watch))
 
     def _checksums_back(self, arrival: Arrival, encoded: EncodedRows) -> Tensor:
@@ -276,9 +275,8 @@ class _WatchedRows(ResultsAtHome):
             raise self.watch.problem
         spec, routes = self.arrival.spec, self.arrival.routes
         results_by_rank = routes.choices_by_rank if spec.sums_choices else self.home.tokens_by_rank
-        return _opened(
-            self.home, self.arrival.round, results_by_rank, ResultNumbers(per_token=spec.results_per_row)
-        )
+        numbers = ResultNumbers(per_token=spec.results_per_row)
+        return _opened(self.home, self.arrival.round, results_by_rank, numbers)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -117,9 +117,8 @@ class WorkspaceGuards:
         self._results[region] = (spec, _used(starts, results))
         rows_there = self._dispatch_region(region)
         if self._poisoned[region]:
-            for _, rows in _cut(
-                rows_there, spec.dispatch_slots, _used(spec.first_slots(arrival.counts_W), arrival.counts_W)
-            ):
+            used = _used(spec.first_slots(arrival.counts_W), arrival.counts_W)
+            for _, rows in _cut(rows_there, spec.dispatch_slots, used):
                 rows.fill_(POISON)
         else:
             rows_there.fill_(POISON)
@@ -238,16 +237,11 @@ def _check_unused(
                 token=None,
                 place=name,
             )
-    starts = [
-        offset + layout.slots * payload.nbytes
-        for payload, offset in zip(layout.payloads, layout.offsets, strict=True)
-    ]
-    for payload_, first, last in zip(
-        layout.payloads, starts, [*layout.offsets[1:], region.numel()], strict=True
-    ):
-        if (byte := _first_written(region[first:last])) is not None:
+    ends = [*layout.offsets[1:], region.numel()]
+    for one, offset, end in zip(layout.payloads, layout.offsets, ends, strict=True):
+        if (byte := _first_written(region[offset + layout.slots * one.nbytes : end])) is not None:
             raise Corrupted(
-                f"byte {byte + 1} behind the slots of payload {payload_.name!r} in region {name!r} was written",
+                f"byte {byte + 1} behind the slots of payload {one.name!r} in region {name!r} was written",
                 expected="no writes outside of the slots",
                 place=name,
             )
