@@ -237,13 +237,14 @@ def check_movement(
     rank_TK, _ = _destinations(placement, sent[group.rank].routes.topk_ids_TK, group.rank)
     for rank in range(group.size):
         goes_T = (rank_TK == rank).any(dim=1)
-        numbers_T3 = torch.stack([torch.full((len(y_TH),), x) for x in (2.0 ** (rank % 4), 0.0, mark)], dim=1)
-        numbers_T3[:, 1] = torch.arange(len(y_TH)) + 1.0
-        due_TH[goes_T, :3] += numbers_T3[goes_T]
-    for token in (y_TH != due_TH).any(dim=1).nonzero().flatten().tolist():
+        due_TH[:, 0] += goes_T * 2.0 ** (rank % 4)
+        due_TH[:, 1] += goes_T * (torch.arange(len(y_TH)) + 1.0)
+        due_TH[:, 2] += goes_T * mark
+    if wrong := (y_TH != due_TH).any(dim=1).nonzero().flatten().tolist():
+        home, meant = (tensor[wrong[0], :3].tolist() for tensor in (y_TH, due_TH))
         raise Finding(
-            f"token {token} of rank {group.rank} came home as {y_TH[token, :3].tolist()}, …",
-            f"{due_TH[token, :3].tolist()}, 0, …: the sum of one row from each rank that it went to",
+            f"token {wrong[0]} of rank {group.rank} came home as {home}, …",
+            f"{meant}, 0, …: the sum of one row from each rank that it went to",
         )
 
 
@@ -262,11 +263,12 @@ def _check_arrival(found: dict[str, Tensor], due: dict[str, Tensor], counts_W: S
     counts = torch.bincount(due["payloads (where)"][:, 0], minlength=len(counts_W)).tolist()
     expect(list(counts_W) == counts, f"counts_W is {counts_W}", f"{counts}, the rows from each source rank")
     for what, tensor in due.items():
-        for row, name in enumerate(sent if not same_bits(found[what], tensor) else ()):
-            hint = ": -1 where an expert lives elsewhere" if what == "ids" else ", the bits that were sent"
-            expected = f"{tensor[row, :8].tolist()}{hint}"
+        if same_bits(found[what], tensor):
+            continue
+        why = ": -1 where an expert lives elsewhere" if what == "ids" else ", the bits that were sent"
+        for row, name in enumerate(sent):
             words = f"{what} of {name} arrived with other bits: {found[what][row, :8].tolist()}"
-            expect_same(found[what][row], tensor[row], words, expected)
+            expect_same(found[what][row], tensor[row], words, f"{tensor[row, :8].tolist()}{why}")
 
 
 # -- The checks ----------------------------------------------------------------------------------------------
