@@ -50,7 +50,7 @@ def test_the_first_row_that_does_not_belong_there_is_named(row, head, words):
 
 def test_other_rows_than_were_announced_are_no_batch():
     received = SimpleNamespace(counts_W=(2, 0))
-    with pytest.raises(Corrupted, match="3 rows are here, and 2 were announced"):
+    with pytest.raises(Corrupted, match="3 rows arrived, and 2 were announced"):
         check_out(SPEC, 0, 7, received, torch.zeros(3, 5, dtype=torch.int64))
 
 

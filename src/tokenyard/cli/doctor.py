@@ -57,10 +57,10 @@ def doctor(
         if group.rank != 0:
             return
     else:
-        status = console(stderr=True).status("looking around …")
+        status = console(stderr=True).status("examining this machine …")
         with status:
             for finding in examine():
-                status.update(f"looked at: {finding.section}, {finding.name} …")
+                status.update(f"examined: {finding.section}, {finding.name} …")
                 findings.append(finding)
     failed = [finding for finding in findings if finding.ok is False]
     document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}

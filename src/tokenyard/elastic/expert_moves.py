@@ -265,7 +265,7 @@ class ExpertMoves:
             raise InputError(
                 f"{what} on {self._state.group.device}",
                 expected="ranks on CPUs: captured CUDA graphs do not survive another number of ranks",
-                fix="make a new plan on the ranks that shall serve, and capture graphs anew",
+                fix="make a new plan on the ranks that serve from now on, and capture its graphs",
                 rank=self._state.group.rank,
             )
 

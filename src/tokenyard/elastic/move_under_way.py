@@ -55,7 +55,7 @@ class MoveUnderWay:
             raise HandleError(
                 f"{what} was called while experts move",
                 expected="one change of a plan at a time",
-                fix="call `wait` on what began the move first",
+                fix="first call `wait` of the `Rebalance` that the earlier change returned",
                 rank=self._state.group.rank,
             )
 

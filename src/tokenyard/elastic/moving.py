@@ -85,7 +85,7 @@ def _arrivals(table: list[list[int]], wanted: Placement, slots: Sequence[int]) -
 def _no_room(found: str) -> PlanError:
     return PlanError(
         found,
-        expected="memory for the experts that come, beside those that are there",
+        expected="memory for the experts that arrive and for those that are there",
         fix="declare more of it: LayerSpec(spare_experts=…)",
     )
 
@@ -231,7 +231,7 @@ def held_by_all(
         if len(set(forms.values())) > 1:
             raise PlanError(
                 f"the ranks hold the weights of this layer in different forms: {shown(forms)}",
-                expected="one form on all ranks: experts are copied as they are held",
+                expected="one form on all ranks: moves copy the bytes of weights",
                 fix="choose experts that hold weights as they are given: LayerSpec(experts='grouped')",
                 layer=name,
                 rank=group.rank,

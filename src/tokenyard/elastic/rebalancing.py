@@ -269,7 +269,7 @@ class Rebalance:
             raise HandleError(
                 "the move of experts was given up",
                 expected="the plan to go on as it is while experts move",
-                fix="call `wait` on what began the move first",
+                fix="first call `wait` of the `Rebalance` that the earlier change returned",
                 rank=self._group.rank,
             )
 

@@ -310,6 +310,6 @@ def not_taken_in(rank: int) -> HandleError:
     return HandleError(
         "the other ranks go on without this one",
         expected="all of them to be ready, and to switch",
-        fix="look at the error of `plan.grow` there, and join again",
+        fix="see the error of `plan.grow` on those ranks, and join again",
         rank=rank,
     )

@@ -426,8 +426,8 @@ class DistributedGroup(Group):
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
-                f"group {self.name!r} is one of NCCL",
-                expected="a group over gloo: NCCL has no way to take in a process",
+                f"group {self.name!r} uses NCCL",
+                expected="a group over gloo: NCCL cannot add a process",
                 fix="make a new process group of all ranks, and pass it: DistributedGroup(…)",
                 rank=self.rank,
             )
@@ -469,6 +469,6 @@ def _lost_store(name: str, why: str, rank: int) -> GroupError:
     return GroupError(
         f"the ranks of group {name!r} cannot find each other: {why}",
         expected="a store that answers: it is where the ranks of a new group meet",
-        fix="go on with the ranks that still reach the store's host, and start the others anew",
+        fix="continue with the ranks that still reach the store's host, and start the others again",
         rank=rank,
     )

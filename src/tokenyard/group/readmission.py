@@ -63,7 +63,7 @@ def check_count(count: object, rank: int) -> int:
     if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
         return count
     raise InputError(
-        f"{shown(count)} ranks are to be taken in",
+        f"the number of fresh ranks is {shown(count)}",
         expected="a number of ranks, from 1; or, for `plan.grow`, a group that has more of them",
         fix="pass how many processes will call `rejoin`",
         rank=rank,
@@ -293,8 +293,8 @@ def no_address(address: object) -> InputError:
     """The error of a fresh rank that was given something else as an address."""
     return InputError(
         f"address is {shown(address)}",
-        expected="what `group.address` says on a rank of the group",
-        fix="hand that string to the process that takes the lost rank's place",
+        expected="the `group.address` of a rank of the group",
+        fix="pass that string to the process that replaces the lost rank",
     )
 
 

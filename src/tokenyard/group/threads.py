@@ -404,7 +404,7 @@ def rejoin_threads(address: str, rank: int, *, seconds: float) -> ThreadGroup:
         raise InputError(
             f"address is {address!r}",
             expected="the address of a group of threads in this process",
-            fix="pass what `group.address` says on a rank of the group",
+            fix="pass the `group.address` of a rank of the group",
         )
     return invitations.take(rank, seconds)._met(seconds)
 

@@ -83,7 +83,7 @@ def check_out(
     sources_R = torch.arange(len(counts_W), device=checksums_RC.device).repeat_interleave(counts_W)
     if len(sources_R) != len(checksums_RC):
         raise Corrupted(
-            f"{len(checksums_RC)} rows are here, and {len(sources_R)} were announced",
+            f"{len(checksums_RC)} rows arrived, and {len(sources_R)} were announced",
             expected="as many rows as were announced",
             place="order",
         )
@@ -162,7 +162,7 @@ def _check_sums(
                 what = f"the result of {back.name(number)} that rank {source} returned"
             raise Corrupted(
                 f"payload {name!r} of {what} is not what was sent",
-                expected=f"the bytes that rank {source} sealed",
+                expected=f"the bytes that rank {source} sent",
                 source=source,
                 token=token,
                 place=name,
@@ -197,7 +197,7 @@ def _check_routes(
             here = {"ids": routes.ids_RK, "weights": routes.weights_RK}[name]
             raise Corrupted(
                 f"payload {name!r} of token {token} of rank {source} is {here[row].tolist()}, not what was sent",
-                expected=f"the routes that rank {source} sealed, as they are on this rank",
+                expected=f"the routes that rank {source} sent, with the local ids of this rank",
                 source=source,
                 token=token,
                 place=name,
