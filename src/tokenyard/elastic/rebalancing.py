@@ -25,15 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.elastic.moving import (
-    Carrier,
-    HeldExperts,
-    Parcel,
-    bytes_of,
-    not_held,
-    streams,
-    width,
-)
+from tokenyard.elastic.moving import Carrier, HeldExperts, Parcel, bytes_of, not_held, streams, width
 from tokenyard.errors import HandleError, PeerFailed, PeerLost
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots

@@ -368,11 +368,7 @@ class DistributedGroup(Group):
         return self._meet(places, rejoin_store, invitation, seconds=seconds, phase=phase, check=check)
 
     def _meet(
-        self,
-        places: dict[int, int],
-        rejoin_store: RejoinStore,
-        invitation: Invitation,
-        **options: Any,
+        self, places: dict[int, int], rejoin_store: RejoinStore, invitation: Invitation, **options: Any
     ) -> DistributedGroup:
         """A group in which ranks of this one have these places; other places are those of fresh ranks.
 

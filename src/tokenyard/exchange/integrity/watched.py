@@ -290,7 +290,7 @@ class _SumWatch(SumWatch):
     def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
         return _RelayedRows(watch=self, home=home, heads_NC=heads_NC)
 
-    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
+    def with_checksums(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
         checksums = checksums_back(self.transport.group.rank, self.arrival.round, tokens_N, sums.payloads)
         return replace(sums, payloads={**sums.payloads, CHECKSUMS: checksums})
 
@@ -333,11 +333,7 @@ def _opened(
 
 
 def _checked_sum(
-    opened: RowsAtHome,
-    out_TH: Tensor,
-    add: Sequence[Tensor],
-    numbers_T: Tensor,
-    numbers: ResultNumbers,
+    opened: RowsAtHome, out_TH: Tensor, add: Sequence[Tensor], numbers_T: Tensor, numbers: ResultNumbers
 ) -> Tensor:
     """Sum results, and compare the sum with its plain twin."""
     rows_in_order, tokens_in_order = opened.summands()
