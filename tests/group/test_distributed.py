@@ -278,7 +278,7 @@ def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
     for group in (first, thread):
         for wrong in (0, -1, True, 1.5, "2", None):
             with pytest.raises(
-                InputError, match="the number of fresh ranks is .*; expected a number of ranks"
+                InputError, match=r"the number of fresh ranks is .*; expected a number of ranks"
             ):
                 group.admit(wrong)
         filled = []
