@@ -193,7 +193,7 @@ def rows_are_cut_and_joined(format: Format) -> None:
 
 
 def scale_layouts_as_declared(format: Format) -> None:
-    """A format that declares swizzled scales can swizzle them once, without changing the rows, and turn them back."""
+    """A format that declares swizzled scales can swizzle them once, without changing the rows, and undo it."""
     if "swizzled" not in format.scale_layouts:
         return
     encoded = format.encode(gaussian_rows(_ROWS, 100))
@@ -318,7 +318,7 @@ def every_kind_of_numbers(format: Format) -> None:
             zero = clean_T.unsqueeze(1) & (x_TH == 0)
             expect(not bool(decoded[zero].any()), f"zeros {where} decode to something else", "zeros")
             flipped = clean_T.unsqueeze(1) & (decoded * x_TH.float().sign() < 0)
-            expect(not bool(flipped.any()), f"numbers {where} have turned their sign", "the same signs")
+            expect(not bool(flipped.any()), f"numbers {where} have changed their sign", "the same signs")
             if not format.quantized and format.payloads(1)[0].dtype == dtype:
                 found = f"{where} came back with other bits"
                 expect_same(encoded.decode(dtype), x_TH.contiguous(), found, "every bit: nothing is rounded")
