@@ -211,8 +211,9 @@ def scale_layouts_as_declared(format: Format) -> None:
 
 
 def name_reads_back(format: Format) -> None:
-    """Equal parameters are equal formats, and what `str` writes, the registry reads back (where registered)."""
-    names = [field.name for field in dataclasses.fields(format)] if dataclasses.is_dataclass(format) else []
+    names: list[str] = []
+    if dataclasses.is_dataclass(format):
+        names = [field.name for field in dataclasses.fields(format)]
     twin = type(format)(**{name: getattr(format, name) for name in names})
     equal = twin == format and hash(twin) == hash(format)
     expect(equal, f"two formats {format} with equal parameters differ", "equal: a frozen dataclass")
