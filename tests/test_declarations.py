@@ -108,7 +108,7 @@ PROTOCOL = {
     "exchange.announcement._NUMBERS": 10,
     "exchange.integrity.checksums._TOKEN_BITS": 32,
     "exchange.integrity.checksums._WORD": 8,
-    "exchange.integrity.watched._LAST_WORD": 512,
+    "exchange.integrity.watched._REPORT_BYTES": 512,
     "exchange.integrity.workspace_guards.GUARD": 165,
     "exchange.integrity.workspace_guards.GUARD_BYTES": 1024,
     "exchange.integrity.workspace_guards.POISON": 255,

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.runner import call_json
 from tests.test_docs import ROOT, blocks
+from tokenyard.conformance.batch_data import DATA
 
 PAGE = blocks(ROOT / "docs" / "guide" / "check.md")
 (FILE,) = [block for block in PAGE if block.is_file]
@@ -53,7 +54,8 @@ def test_the_transport_of_the_other_page_passes_random_cases(tmp_path, monkeypat
     document = call_json("check", *plain, "--cases", 48)
     assert document["passed"]
     drawn = document["histogram"]
-    assert drawn["data"].keys() == {"normal", "zeros", "tiny", "special", "equal"}
+    assert drawn["data"].keys() <= DATA.keys()
+    assert len(drawn["data"]) > 4
     assert drawn["sum"]["choices"] >= 5  # whose results are counted otherwise
 
 

@@ -86,7 +86,7 @@ KIND = BugKind(
             "quantized already: nothing raises, and every row has been rounded twice.",
             mutate=quantized_twice,
             caught_by=ExpertsCheck(name="rows_are_quantized_once"),
-            says="beyond the bound for nvfp4(global_scale=8.0), rows that arrive so",
+            says="rows that arrive in nvfp4(global_scale=8.0)",
         ),
         KnownBug(
             name="Not quantized at all",

@@ -133,7 +133,7 @@ KIND = BugKind(
             "93% to about 80%, and accuracy was the only alarm.",
             mutate=reduced_twice_over_ranks,
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
-            says="the sum of one row from each of the ranks",
+            says="the sum of one row from each rank that it went to",
         ),
         KnownBug(
             name="Never reduced over ranks",
@@ -143,7 +143,7 @@ KIND = BugKind(
             "either. A token whose experts all live on one rank is right.",
             mutate=never_reduced_over_ranks,
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
-            says="the sum of one row from each of the ranks",
+            says="the sum of one row from each rank that it went to",
         ),
         KnownBug(
             name="Reduced twice over experts",
@@ -153,7 +153,7 @@ KIND = BugKind(
             "counts double.",
             mutate=reduced_twice_over_experts,
             caught_by=ExpertsCheck(name="duplicate_choices_count_twice"),
-            says="beyond the bound where all choices name one expert",
+            says="where all choices name one expert",
         ),
         KnownBug(
             name="Routed scaling applied twice",
@@ -186,7 +186,7 @@ KIND = BugKind(
             "which is what old memory sometimes reads as.",
             mutate=nan_in_an_unused_slot,
             caught_by=ExpertsCheck(name="rows_for_nobody_are_zero"),
-            says="row 3, for nobody, is [nan, nan, nan, nan]; expected zeros",
+            says="row 3, for no expert, is [nan, nan, nan, nan]; expected zeros",
         ),
     ),
 )
