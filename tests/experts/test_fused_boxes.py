@@ -94,7 +94,6 @@ CHOSEN = {
 @pytest.mark.parametrize(("case", "changes", "expected"), CHOSEN.values(), ids=CHOSEN)
 def test_which_weights_are_boxed(case, changes, expected, monkeypatch):
     spec, device = replace(case, **changes).spec, torch.device("cuda", 0)
-    monkeypatch.setattr(kernel_choice, "gluon_runs", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert kernel_choice.can_run_boxed(spec, device) == expected
     assert not kernel_choice.can_run_boxed(spec, torch.device("cpu"))

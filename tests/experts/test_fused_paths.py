@@ -20,7 +20,7 @@ from tokenyard.experts.fused.tile_configs import (
 # Kernels that compute no product.
 OTHERS = {
     *("sort_pairs", "count_chunks", "place_chunks", "sum_rows", "round_numbers"),
-    *("recode_rows", "decode_rows", "place_rows"),
+    *("recode_rows", "decode_rows"),
 }
 
 

@@ -151,9 +151,9 @@ def launch_row_blocks(
     at_a_time = rows_at_a_time(num_rows)
     items = triton.cdiv(num_rows, at_a_time) * triton.cdiv(hidden_size, columns)
     launch(row_blocks.recode_rows, (blocks_for(items, device),),
-        data, scales, data if slots_R is None else slots_R,
-        blocks.payloads["data"], blocks.payloads["scales"], num_rows, data.stride(0), scales.stride(0),
-        H=hidden_size, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
+        data, scales, data if slots_R is None else slots_R, blocks.payloads["data"], blocks.payloads["scales"],
+        None, None, None, num_rows, None, data.stride(0), scales.stride(0),
+        H=hidden_size, TOP_K=None, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
         num_warps=4, **launch_options(early),
     )  # fmt: skip
     return blocks
@@ -168,7 +168,7 @@ def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) 
     code_scales = torch.empty(width // SPLIT_BLOCK, places, device=device)
     columns, at_a_time = min(1024, triton.next_power_of_2(width)), rows_at_a_time(places)
     items = triton.cdiv(places, at_a_time) * triton.cdiv(hidden_size, columns)
-    launch(row_blocks.place_rows, (blocks_for(items, device),),
+    launch(row_blocks.recode_rows, (blocks_for(items, device),),
         data, scales, data if slots_R is None else slots_R, codes, code_scales,
         call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, places, call.sorted.max_tiles,
         data.stride(0), scales.stride(0),

@@ -35,7 +35,7 @@ class Path:
     inner: tuple[str, ...] = ("exact",)  # inner formats of layers that choose it
     multiple: int = 1  # H and I of these layers are multiples of this
     above: float = 0  # it is chosen for more rows per expert than this, on average
-    up_to: float = inf  # and for at most so many
+    up_to: float = inf  # and for at most this many
 
 
 _PLAIN_WEIGHTS = ("bf16", "fp16")

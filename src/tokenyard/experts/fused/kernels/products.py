@@ -238,16 +238,12 @@ def result_tile(
             inner, inner_scales, place, is_row, w, w_scales, output, TILES.stride, TILES.scale_width,
             I, TILES.width, LAYER.kind, OUT, TILE, TILES.unit,
         )  # fmt: skip
-    elif LAYER.inner != NUMBERS:
-        WIDTH: tl.constexpr = (I + 127) // 128 * 128
+    else:
+        WIDTH: tl.constexpr = I if LAYER.inner == NUMBERS else (I + 127) // 128 * 128
+        ROWS: tl.constexpr = PLAIN if LAYER.inner == NUMBERS else FP8_BLOCK
         acc = block_product(
             inner, inner_scales, place, w, w_scales, output, WIDTH, WIDTH // 128, TILES.stride, TILES.scale_width,
-            I, WIDTH, TILES.width, FP8_BLOCK, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
-        )  # fmt: skip
-    else:
-        acc = block_product(
-            inner, inner, place, w, w_scales, output, I, 1, TILES.stride, TILES.scale_width,
-            I, I, TILES.width, PLAIN, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
+            I, WIDTH, TILES.width, ROWS, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
         )  # fmt: skip
     if weights.global_scale is not None:
         acc *= global_scale(weights, expert, output, H)[:, None]

@@ -76,7 +76,7 @@ class DeviceResults(ResultsAtHome):
             one_block_waits=ahead,
             before_adding=None if computed is None else self.streams.join_computed,
             ended=None if computed is None else computed.ended,
-            tells_bad_ids=way_back.in_slots,
+            reports_bad_ids=way_back.in_slots,
         )
 
     def _end(self, done: Done | None = None) -> None:
