@@ -126,14 +126,14 @@ def parse_json(text: str) -> Any:
 
     >>> parse_json('{"experts": {"top_k": 2, "top_k": 8}}')
     Traceback (most recent call last):
-    ValueError: the name 'top_k' stands there twice
+    ValueError: the name 'top_k' is there twice
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise ValueError(f"the name {shown(name)} stands there twice")
+                raise ValueError(f"the name {shown(name)} is there twice")
             found[name] = value
         return found
 

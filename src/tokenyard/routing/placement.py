@@ -78,7 +78,7 @@ class Placement:
         orphans = self.lost_experts
         if orphans and not self.allow_lost:
             raise InputError(
-                f"nobody owns expert{'s' if len(orphans) > 1 else ''} {_list_of(orphans)}",
+                f"no rank owns expert{'s' if len(orphans) > 1 else ''} {_list_of(orphans)}",
                 expected=f"an owner for each of the {self.num_experts} experts",
                 fix="add the missing ids to a rank's row of the table",
             )

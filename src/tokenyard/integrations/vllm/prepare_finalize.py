@@ -76,11 +76,6 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
     one of them reaches all.
     """
 
-    plan: Plan  # the plan that all ranks agreed on
-    layer: str  # the name of the layer in the plan
-    routed_scaling_in_weights: float  # the factor that vLLM's routing weights hold
-    slices: TokenSlices | None  # how ranks that bring the same tokens share them
-
     def __init__(
         self,
         plan: Plan,
@@ -89,8 +84,12 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         routed_scaling_in_weights: float = 1.0,
         slices: TokenSlices | None = None,
     ) -> None:
-        self.plan, self.layer, self.routed_scaling_in_weights = plan, layer, routed_scaling_in_weights
-        self.slices = slices
+        self.plan = plan  # the plan that all ranks agreed on
+        self.layer = layer  # the name of the layer in the plan
+        self.routed_scaling_in_weights = (
+            routed_scaling_in_weights  # the factor that vLLM's routing weights hold
+        )
+        self.slices = slices  # how ranks that bring the same tokens share them
         self._experts: object = None
         self._open: ExitStack | None = None
         self._trip: RoundTrip | None = None
@@ -148,7 +147,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         if not ours and self.wiring.spec.weight_on == "input":
             raise ContractError(
                 f'the layer has weight_on="input", with experts of class {type(fused_experts).__name__}',
-                expected="TokenyardExperts, which apply the weight to what they receive: nobody else would",
+                expected="TokenyardExperts, which apply the weight to what they receive: nothing else does",
                 fix='use TokenyardExperts, or plan with weight_on="output"',
                 **where,
             )
@@ -161,7 +160,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         if ours:
             fused_experts.on_error = self.abandon
 
-    # -- The way out ---------------------------------------------------------------------------------------
+    # -- Prepare -------------------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -207,10 +206,10 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             rows = self.plan.exchange.encode(wiring.exchange_spec, a1)
             received = trip.dispatch(rows, routes)
             arrived = _hand_over(received, tables.global_L if expert_map is None else tables.mapped_L)
-            self._trip, self._open = trip, stack.pop_all()  # the round trip goes on in `finalize`
+            self._trip, self._open = trip, stack.pop_all()  # `finalize` continues the round trip
         return arrived
 
-    # -- The way back --------------------------------------------------------------------------------------
+    # -- Finalize ------------------------------------------------------------------------------------------
 
     def finalize(
         self,
@@ -278,7 +277,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             if not finished and shape == reduced:
                 found += ": it is summed over experts already, and would be reduced twice"
             elif finished and shape in per_choice:
-                found += ": it is not summed over experts yet, and nobody would do it"
+                found += ": it is not summed over experts yet, and nothing sums it later"
             wanted = reduced if finished else per_choice[0]
             raise ContractError(
                 found,
