@@ -100,10 +100,9 @@ def recode_rows(
         tl.store(blocks + row * WIDTH + column, code, mask=is_row & (column < WIDTH))
         block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
         if PLACED:
-            where = block_scales + block * num_rows + row
+            tl.store(block_scales + block * num_rows + row, scale, mask=is_row & (block < WIDTH // 128))
         else:
-            where = block_scales + row * (WIDTH // 128) + block
-        tl.store(where, scale, mask=is_row & (block < WIDTH // 128))
+            tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=is_row & (block < WIDTH // 128))
     if EARLY and not PLACED:
         # Rows and slots are older than the sort, and this kernel does not read the sort's results. But later kernels,
         # which wait only for this one, do: so this one must not end before the sort.
