@@ -42,6 +42,7 @@ from tokenyard.exchange.transports.one_sided.cuda.results import (
     DeviceResults,
     WayBack,
     choice_places,
+    slots_back,
 )
 from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done, RankStreams
 from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace
@@ -292,7 +293,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
             with self._streams.phase(ahead=out_TH is not None) as home.done:
                 if results.rows_RH is not None:
                     launcher.place(
-                        arrival.way_back.slots,
+                        slots_back(arrival),
                         results.rows_RH,
                         dense=arrival.way_back.is_checked and not arrival.way_back.in_slots,
                         places_N=choice_places(arrival.received) if arrival.spec.sums_choices else None,
@@ -348,7 +349,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
         if torch.cuda.is_current_stream_capturing():
             return  # nothing runs yet: the others are capturing, too, and wait for no rank
         arrival = failure.arrival
-        slots = self._slots_of(failure.spec, failure.region) if arrival is None else arrival.way_back.slots
+        slots = self._slots_of(failure.spec, failure.region) if arrival is None else slots_back(arrival)
         phase = failure.announcements.mine.phase
         error = failure.announcements.mine.error
         workspace = self.workspace
