@@ -71,6 +71,15 @@ class MoeAlltoAll:
     [([2.0, 12.0], [100.0, 200.0]), ([1.0, 11.0], [1100.0, 1200.0])]
     """
 
+    group: Group  # the ranks that exchange
+    ep_size: int  # the number of ranks
+    ep_rank: int  # the rank of this process or thread
+    max_num_tokens: int  # the most tokens that a rank brings in a call
+    top_k: int  # the experts that a token chooses
+    num_experts: int  # the experts of the layer, on all ranks together
+    eplb_stats_num_experts: int  # the counts in a rank's EPLB statistics; 0: there are none
+    enable_eplb: bool  # whether dispatches may bring EPLB statistics
+    enable_rank_mask: bool  # whether every call brings a rank mask
     num_tokens: int  # the tokens of this rank in its last dispatch
     eplb_gathered_stats: Tensor | None  # the EPLB statistics of the dispatch in flight: a row for each rank
 
@@ -92,17 +101,10 @@ class MoeAlltoAll:
         self._made_group = group is None
         if group is None:
             group = group_of_communicator(getattr(mnnvl_config, "comm_backend", None))
-        self.group = group  # the ranks that exchange
-        self.ep_size = group.size  # the number of ranks
-        self.ep_rank = group.rank  # the rank of this process or thread
-        self.max_num_tokens = max_num_tokens  # the most tokens that a rank brings in a call
-        self.top_k = top_k  # the experts that a token chooses
-        self.num_experts = num_experts  # the experts of the layer, on all ranks together
-        self.eplb_stats_num_experts = (
-            eplb_stats_num_experts  # the counts in EPLB statistics; 0: there are none
-        )
-        self.enable_eplb = eplb_stats_num_experts > 0  # whether dispatches may bring EPLB statistics
-        self.enable_rank_mask = enable_rank_mask  # whether every call brings a rank mask
+        self.group = group
+        self.ep_size, self.ep_rank = group.size, group.rank
+        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        self.eplb_stats_num_experts, self.enable_rank_mask = eplb_stats_num_experts, enable_rank_mask
         self._hidden_size = hidden_size
 
         def check() -> None:
@@ -119,6 +121,7 @@ class MoeAlltoAll:
                 check_place(group, **{f"mapping.{name}": getattr(mapping, name, None) for name in names})
 
         self._start(group, ActiveRanks.all_of(group.size), check)
+        self.enable_eplb = eplb_stats_num_experts > 0
 
     def _start(self, group: Group, active: ActiveRanks, check: Callable[[], None] = lambda: None) -> None:
         """Set up the exchange of the active ranks, which are those of `group`. Collective over these."""

@@ -151,6 +151,9 @@ _never_compiled: Callable[[Function], Function] = torch.compiler.disable
 class ShardedExperts(nn.Module):
     """Replaces a model's experts module, and is called in the same way."""
 
+    index: int  # the number of the layer among the MoE layers of the model
+    passes: SynchronizedPasses  # the passes that ranks make together
+
     def __init__(
         self, made: Plan, name: str, weights: ExpertWeights, *, index: int, passes: SynchronizedPasses
     ) -> None:
@@ -159,8 +162,7 @@ class ShardedExperts(nn.Module):
         # and bring their own into the order that is fastest there.
         adopt = made.group.device.type == "cpu"
         self.layer = MoELayer(made, name, weights, adopt=adopt)  # the layer that runs the experts
-        self.index = index  # the number of the layer among the MoE layers of the model
-        self.passes = passes  # the passes that ranks make together
+        self.index, self.passes = index, passes
         # The factor that the weights of the model's router hold.
         self._scaled_by = made.wiring(name).exchange_spec.routed_scaling
         self.stopwatch = Stopwatch(self.layer.experts)  # counts the seconds of the experts
@@ -223,12 +225,14 @@ class ShardedModel:
     `model` is the model that was given, `plan` what serves its layers, `group` the ranks.
     """
 
+    plan: Plan  # the plan that serves its layers
+    group: Group  # the ranks that share the experts
+
     def __init__(
         self, model: nn.Module, made: Plan, passes: SynchronizedPasses, experts: list[ShardedExperts]
     ) -> None:
         self.model: Any = model  # the model that was given
-        self.plan = made  # the plan that serves its layers
-        self.group: Group = made.group  # the ranks that share the experts
+        self.plan, self.group = made, made.group
         self.experts = experts  # the modules that took the place of the model's experts
         self._passes = passes
 

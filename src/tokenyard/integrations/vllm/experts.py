@@ -39,6 +39,8 @@ class TokenyardExperts(ExpertsOfVllm):
     layer was planned with. vLLM's kernel reads `moe_config`, its own configuration of the layer.
     """
 
+    plan: Plan  # the plan that all ranks agreed on
+    layer: str  # the name of the layer in the plan
     moe_config: Any  # vLLM's own configuration of the layer
     quant_config: Any  # vLLM's own, with the rows quantized as the layer declares
 
@@ -52,8 +54,7 @@ class TokenyardExperts(ExpertsOfVllm):
         weights: ExpertWeights | None = None,
     ) -> None:
         check_layer(plan, layer)
-        self.plan = plan  # the plan that all ranks agreed on
-        self.layer = layer  # the name of the layer in the plan
+        self.plan, self.layer = plan, layer
         super().__init__(moe_config, declared_quantization(self.wiring, quant_config))
         # Called with an error, to report it to the other ranks.
         self.on_error: Callable[[Exception], None] | None = None

@@ -76,6 +76,11 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
     one of them reaches all.
     """
 
+    plan: Plan  # the plan that all ranks agreed on
+    layer: str  # the name of the layer in the plan
+    routed_scaling_in_weights: float  # the factor that vLLM's routing weights hold
+    slices: TokenSlices | None  # how ranks that bring the same tokens share them
+
     def __init__(
         self,
         plan: Plan,
@@ -84,12 +89,8 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         routed_scaling_in_weights: float = 1.0,
         slices: TokenSlices | None = None,
     ) -> None:
-        self.plan = plan  # the plan that all ranks agreed on
-        self.layer = layer  # the name of the layer in the plan
-        self.routed_scaling_in_weights = (
-            routed_scaling_in_weights  # the factor that vLLM's routing weights hold
-        )
-        self.slices = slices  # how ranks that bring the same tokens share them
+        self.plan, self.layer, self.routed_scaling_in_weights = plan, layer, routed_scaling_in_weights
+        self.slices = slices
         self._experts: object = None
         self._open: ExitStack | None = None
         self._trip: RoundTrip | None = None
