@@ -91,7 +91,7 @@ def load_file_names(content: bytes) -> set[str]:
 def test_bytes_behind_the_last_tensor(folder):
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"xyz")
-    refused(folder, "3 bytes behind its last tensor")
+    refused(folder, "3 bytes after its last tensor")
 
 
 HEADERS = {

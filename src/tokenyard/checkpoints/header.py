@@ -228,7 +228,7 @@ def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int)
         if tensor.begin != end:
             gap = tensor.begin - end
             kind = "overlaps the one before" if gap < 0 else f"leaves {gap} bytes out"
-            raise _wrong(path, tensor.name, kind, "tensors one behind the other")
+            raise _wrong(path, tensor.name, kind, "tensors that follow each other without a gap")
         end += tensor.nbytes
     if end != size:
-        raise damaged(path, f"has {size - end} bytes behind its last tensor")
+        raise damaged(path, f"has {size - end} bytes after its last tensor")

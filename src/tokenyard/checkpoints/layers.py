@@ -294,7 +294,7 @@ def _check(
 
 def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
     """Raise if the experts have a tensor that is not part of the layout, and that nothing would read."""
-    known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
+    known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.unread}
     for (expert, _, suffix), tensor in found.tensors.items():
         if suffix not in known or (expert is None) != layer.layout.fused:
             names = ", ".join(sorted(filter(None, known)))

@@ -365,7 +365,7 @@ class MoeAlltoAll:
         use_low_precision: bool = False,
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
-        """Bring the results of the last dispatch home: `[T, H]`, summed over ranks in float32, in rank order.
+        """Return the results of the last dispatch to their ranks: `[T, H]`, summed in float32, in rank order.
 
         `payload` is `[ep_size, runtime_max_tokens_per_rank, H]`, weighted and summed over the experts of this rank.
         The sum is rounded once, to the payload's dtype, or to the quantized output that `output_dtype` and

@@ -221,7 +221,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Bring the results home and write them into `output`, summed over experts and ranks.
+        """Return the results to their tokens, and write them into `output`, summed over experts and ranks.
 
         `weight_and_reduce_impl` says what is done already; a result that would be weighted or summed twice is refused.
         The weights of `prepare` are used: `topk_weights` and `topk_ids` are not looked at.

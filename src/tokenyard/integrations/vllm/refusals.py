@@ -1,6 +1,6 @@
 """What the plugin refuses when a model is loaded, each with a reason and a fix. Nothing of vLLM is imported.
 
-Each refusal looks at vLLM's own configuration: of a layer (`FusedMoEConfig`), and of the ranks (`ParallelConfig`).
+Each refusal reads vLLM's own configuration: of a layer (`FusedMoEConfig`), and of the ranks (`ParallelConfig`).
 """
 
 from __future__ import annotations

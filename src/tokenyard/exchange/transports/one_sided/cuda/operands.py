@@ -116,7 +116,7 @@ def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
 
 
 def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tuple[Tensor, Tensor]:
-    """Where each expert lives, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each.
+    """Which rank holds each expert, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each.
 
     The table has room for `most_copies`, also where the present placement has fewer.
     """

@@ -188,7 +188,7 @@ def give_up(
 
 
 @triton.jit
-def meet_others(
+def publish_and_wait(
     mine, peers, rank, host, layer, deadline, phase, fails,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -212,14 +212,14 @@ def signal_and_wait(
     peers, host, first_rank, layer, phase, fails, deadline,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Publish and wait (`meet_others`) with one block per rank, behind the kernels that did the work."""
+    """Publish and wait (`publish_and_wait`) with one block per rank, behind the kernels that did the work."""
     if layer < 0:  # a launch that only loads the kernel
         return
     rank = first_rank + tl.program_id(0)
     mine = words_of(tl.load(peers + rank))
     if EARLY:
         gdc_wait()
-    meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)
+    publish_and_wait(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)
     if EARLY:
         # Only now: blocks of the next kernel could fill a GPU that another rank shares, which is waited for here.
         gdc_launch_dependents()

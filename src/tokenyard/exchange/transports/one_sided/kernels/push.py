@@ -35,7 +35,7 @@ from tokenyard.exchange.transports.one_sided.kernels.flags import (
     BAD_IDS,
     DISPATCH,
     ROUND,
-    meet_others,
+    publish_and_wait,
     report,
     words_of,
 )
@@ -191,14 +191,14 @@ def write_routes(bases, slot, goes, here, entry, weight, places, LAYER: tl.const
     """Write a token's routes into its slot on each of some ranks; `here`: which of these owns each choice."""
     w = tl.arange(0, bases.shape[0])
     choice = tl.arange(0, LAYER.k_wide)
-    lives = here[None, :] == w[:, None]
-    local = tl.where(lives, entry[None, :] & LOCAL_BITS, -1)
+    is_owner = here[None, :] == w[:, None]
+    local = tl.where(is_owner, entry[None, :] & LOCAL_BITS, -1)
     mask = goes[:, None] & (choice < LAYER.top_k)[None, :]
     at = (slot * LAYER.top_k)[:, None] + choice[None, :]
     tl.store(aligned(bases + places.ids, tl.int32)[:, None] + at, local, mask=mask)
     tl.store(
         aligned(bases + places.weights, tl.float32)[:, None] + at,
-        tl.where(lives, weight[None, :], 0.0),
+        tl.where(is_owner, weight[None, :], 0.0),
         mask=mask,
     )
 
@@ -342,12 +342,12 @@ def assign_chunk(batch, counts, choice_counts, peers, host, sizes, places, chunk
         is_slot = (token < tokens)[:, None] & is_rank[None, :]
         tl.store(batch.slots + at, tl.where(goes > 0, slot, -1), mask=is_slot)
         bases = tl.load(peers + first + w, mask=is_rank, other=0)
-        lives = here[:, None, :] == w[None, :, None]
+        is_owner = here[:, None, :] == w[None, :, None]
         at = (rank * max_tokens + slot).to(tl.int64)[:, :, None] * LAYER.top_k + choice[None, None, :]
         mask = (goes > 0)[:, :, None] & (choice < LAYER.top_k)[None, None, :]
-        number = tl.where(lives, (entry & LOCAL_BITS)[:, None, :], -1)
+        number = tl.where(is_owner, (entry & LOCAL_BITS)[:, None, :], -1)
         tl.store(aligned(bases + places.ids, tl.int32)[None, :, None] + at, number, mask=mask)
-        share = tl.where(lives, weight[:, None, :], 0.0)
+        share = tl.where(is_owner, weight[:, None, :], 0.0)
         tl.store(aligned(bases + places.weights, tl.float32)[None, :, None] + at, share, mask=mask)
         if is_last:
             write_counts(bases, is_rank, before + count, rank, max_tokens, places)
@@ -402,7 +402,7 @@ def push(
         arrived = (mine + ARRIVED).to(tl.pointer_type(tl.int32))
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == sizes.blocks - 1:
             tl.store(arrived, 0)
-            meet_others(
+            publish_and_wait(
                 mine, peers, rank, host, layer, deadline, DISPATCH, 0, LAYER.world, LAYER.wide, TURNS, WAITS
             )
 
