@@ -239,14 +239,14 @@ def _plugin(version: str) -> tuple[bool | None, str]:
     """Whether the plugin would serve this version of vLLM, as the environment asks for it."""
     from tokenyard.integrations.vllm.plugin import is_found_by_vllm
     from tokenyard.integrations.vllm.refusals import VERSIONS, is_taken
-    from tokenyard.integrations.vllm.settings import MODE, settings
+    from tokenyard.integrations.vllm.settings import MODE, MODES, settings
 
     try:
         asked = settings()
     except TokenyardError as raised:
         return False, _in_one_line(raised)
     if asked is None:
-        return None, f"off; {MODE.name} turns it on: {MODE.values.replace('`', '')}"
+        return None, f"off; {MODE} turns it on: {' or '.join(MODES)}"
     if not is_found_by_vllm():
         why = "install tokenyard with pip, and let VLLM_PLUGINS have tokenyard if it is set"
         return False, f"vLLM does not find it: {why}"
