@@ -5,6 +5,7 @@ import torch
 
 from tests.conformance import mutants
 from tests.exchange.interpreter import install, only_without_gpu
+from tests.products import product
 from tokenyard.conformance.suites import (
     EXCHANGE_CHECKS,
     EXPERTS_CHECKS,
@@ -22,10 +23,9 @@ from tokenyard.formats import FORMATS
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
 
 
-@pytest.mark.parametrize(("ranks", "world"), [("threads", 4), ("processes", 3)])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_every_exchange_passes(exchange, ranks, world):
-    results = check_exchange(exchange, ranks=ranks, world=world, rounds=20)
+@pytest.mark.parametrize(("exchange", "ranks"), product(list(EXCHANGES), ["threads", "processes"]))
+def test_every_exchange_passes(exchange, ranks):
+    results = check_exchange(exchange, ranks=ranks, world={"threads": 4, "processes": 3}[ranks], rounds=20)
     assert [result.check for result in results] == list(EXCHANGE_CHECKS)
     assert_passed(results)
 
