@@ -69,7 +69,6 @@ def test_its_tokenizer_is_the_one_that_the_package_writes():
         assert json.loads((shipped_model() / name).read_text()) == content
 
 
-@pytest.mark.long  # the next test asks short questions
 def test_it_solves_problems_that_it_has_never_seen(model, language):
     assert share_right(model, language, QUESTIONS, most=128) >= 0.95
 
