@@ -30,7 +30,10 @@ def test_every_exchange_passes(exchange, ranks):
     assert_passed(results)
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, "local"])
+@pytest.mark.parametrize(
+    "exchange",
+    ["local", "one_sided", *(pytest.param(n, marks=pytest.mark.long) for n in EXCHANGES if n != "one_sided")],
+)
 def test_every_exchange_passes_on_one_rank(exchange):
     assert_passed(check_exchange(exchange, world=1, rounds=5))
 

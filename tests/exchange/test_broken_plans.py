@@ -87,8 +87,8 @@ def test_a_late_answer_is_never_taken_for_an_answer_to_a_later_call(ranks, excha
 
 @every_exchange
 def test_a_rank_that_is_stopped_and_continued_from_outside_gives_no_wrong_row(exchange):
-    seeds = [seed for seed in range(6) if late.draw(seed).exchange == exchange]
-    assert [late.complaints(late.run(late.draw(seed))) for seed in seeds] == [[], []]
+    (seed,) = (seed for seed in range(3) if late.draw(seed).exchange == exchange)
+    assert late.complaints(late.run(late.draw(seed))) == []
 
 
 def later_calls(group, exchange):
@@ -363,7 +363,7 @@ def test_after_a_loss_nothing_is_sent_by_hand_either():
     results = ExpertRows(rows_RH=torch.zeros(2, layer.hidden_size))
     for call, *given in (
         (exchange.dispatch, wired, rows, routes),
-        (arrival.dispatch_next),
+        (arrival.dispatch_next,),
         (arrival.combine, results),
         (arrival.refuse, ValueError("no")),
     ):
