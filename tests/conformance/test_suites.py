@@ -1,11 +1,12 @@
 """The suites pass for everything registered, and catch every mutant by the check that is named for its fault."""
 
+import itertools
+
 import pytest
 import torch
 
 from tests.conformance import mutants
 from tests.exchange.interpreter import install, only_without_gpu
-from tests.products import product
 from tokenyard.conformance.suites import (
     EXCHANGE_CHECKS,
     EXPERTS_CHECKS,
@@ -20,10 +21,18 @@ from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import FORMATS
 
+SHORT = [("hierarchical", "threads"), ("one_sided", "processes")]
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
 
 
-@pytest.mark.parametrize(("exchange", "ranks"), product(list(EXCHANGES), ["threads", "processes"]))
+# tests/cli/test_cli_check.py runs a few checks of every exchange.
+@pytest.mark.parametrize(
+    ("exchange", "ranks"),
+    [
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.long)
+        for each in itertools.product(EXCHANGES, ["threads", "processes"])
+    ],
+)
 def test_every_exchange_passes(exchange, ranks):
     results = check_exchange(exchange, ranks=ranks, world={"threads": 4, "processes": 3}[ranks], rounds=20)
     assert [result.check for result in results] == list(EXCHANGE_CHECKS)
