@@ -1,5 +1,7 @@
 """The suites pass for everything registered, and catch every mutant by the check that is named for its fault."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,18 +21,28 @@ from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import FORMATS
 
+SHORT = [("hierarchical", "threads"), ("one_sided", "processes")]
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
 
 
-@pytest.mark.parametrize(("ranks", "world"), [("threads", 4), ("processes", 3)])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_every_exchange_passes(exchange, ranks, world):
-    results = check_exchange(exchange, ranks=ranks, world=world, rounds=20)
+# tests/cli/test_cli_check.py runs a few checks of every exchange.
+@pytest.mark.parametrize(
+    ("exchange", "ranks"),
+    [
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.long)
+        for each in itertools.product(EXCHANGES, ["threads", "processes"])
+    ],
+)
+def test_every_exchange_passes(exchange, ranks):
+    results = check_exchange(exchange, ranks=ranks, world={"threads": 4, "processes": 3}[ranks], rounds=20)
     assert [result.check for result in results] == list(EXCHANGE_CHECKS)
     assert_passed(results)
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, "local"])
+@pytest.mark.parametrize(
+    "exchange",
+    ["local", "one_sided", *(pytest.param(n, marks=pytest.mark.long) for n in EXCHANGES if n != "one_sided")],
+)
 def test_every_exchange_passes_on_one_rank(exchange):
     assert_passed(check_exchange(exchange, world=1, rounds=5))
 
