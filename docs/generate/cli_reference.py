@@ -14,8 +14,8 @@ from tokenyard_lab.markdown import markdown_table
 _ABOUT = """\
 # Options of the commands
 
-What `--help` shows, for every command of `tokenyard` and of `tokenyard-lab`. The guide is [Command line](../guide/cli.md). Every
-command also has `--help`."""
+What `--help` shows, for every command of `tokenyard` and of `tokenyard-lab`. The guide is
+[Command line](../guide/cli.md). Every command also has `--help`."""
 
 
 def commands() -> dict[str, Any]:
@@ -42,7 +42,9 @@ def page() -> str:
 
 def _section(name: str, command: Any) -> str:
     rows = [_row(option) for option in command.params]
-    return f"## {name}\n\n{_sentences(command.help)}\n\n{markdown_table(('option', 'default', 'meaning'), rows)}"
+    return (
+        f"## {name}\n\n{_sentences(command.help)}\n\n{markdown_table(('option', 'default', 'meaning'), rows)}"
+    )
 
 
 def _row(option: Any) -> tuple[str, str, str]:
@@ -55,7 +57,9 @@ def _default(option: Any) -> str:
     if option.required:
         return "required"
     value = option.default
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool):  # a flag: its default has a name only where both ways have one
+        return f"`{option.opts[0]}`" if value and option.secondary_opts else ""
+    if value is None:
         return ""
     return f"`{' '.join(map(str, value)) if isinstance(value, list | tuple) else value}`"
 
