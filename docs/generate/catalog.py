@@ -29,7 +29,7 @@ PAGES = (
             "tokenyard.layer": ("PendingBatch", "overlapped"),
             "tokenyard.planning": ("Draft", "Wiring"),
             "tokenyard.duties": ("Duty", "Party"),
-            "tokenyard.elastic": ("join_plan", "Rebalance"),
+            "tokenyard.elastic": ("join_plan", "take_over", "Rebalance"),
             "tokenyard.exchange.stats": ("LayerStats", "MoveStats"),
         },
     ),
