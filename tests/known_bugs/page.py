@@ -59,7 +59,7 @@ def _catchers(bug):
 
 def section(bug, finding):
     """What the page says of one bug."""
-    said = re.sub(r"; (?=expected |fix: )", ";\n  ", str(finding))
+    said = re.sub(r"; fix: .*", "", str(finding), flags=re.DOTALL)  # what was found, and what was expected
     seen = f" Seen in {_linked(bug.seen)}." if bug.seen else ""
     return f"""\
 ### {bug.name}
