@@ -9,7 +9,7 @@ from docs.generate import error_table
 from docs.generate.error_table import (
     EXAMPLES,
     error_classes,
-    errors_in_markdown,
+    page,
     what_you_see,
 )
 from tokenyard.errors import Corrupted, Drifted
@@ -42,22 +42,22 @@ def test_what_you_see_is_a_whole_message_of_that_class(kind):
     assert message.startswith(f"{kind.__name__}: ")
     assert "; expected " in message
     assert "; fix: " in message
-    assert f"\n{message}\n" in errors_in_markdown()
-    assert f"## {kind.__name__}\n" in errors_in_markdown()
+    assert f"\n{message}\n" in page()
+    assert f"## {kind.__name__}\n" in page()
     assert error_table.ADVICE[kind]
 
 
 def test_an_example_that_raises_something_else_is_found_out(monkeypatch):
     monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, EXAMPLES[Drifted])
     with pytest.raises(AssertionError, match="the example of PeerLost raises Drifted"):
-        errors_in_markdown()
+        page()
     monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, lambda: None)
     with pytest.raises(AssertionError, match="the example of PeerLost raises nothing"):
-        errors_in_markdown()
+        page()
 
 
 def test_a_class_without_an_example_is_missed(monkeypatch):
     left = {kind: example for kind, example in EXAMPLES.items() if kind is not Corrupted}
     monkeypatch.setattr(error_table, "EXAMPLES", left)
     with pytest.raises(KeyError):
-        errors_in_markdown()
+        page()

@@ -76,7 +76,7 @@ PAGES = (
     Page(
         name="rows",
         title="Rows on their way",
-        about="Each station of a row has a type of its own. [Concepts](../concepts.md#stations-have-types) shows the "
+        about="Each station of a row has a type of its own. [Concepts](../concepts.md#each-step-has-a-type) shows the "
         "stations in their order.",
         names={
             "tokenyard.formats": ("EncodedRows", "Payload"),

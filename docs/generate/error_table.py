@@ -1,7 +1,7 @@
 """What can go wrong, and what one sees then: a row for every error class, with a message that was really raised.
 
 A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way, `ADVICE` says what a
-user does then. The guide's sections are made of these (`python -m docs.generate`), so that they cannot describe an error
+user does then. The page is made of these (`python -m docs.generate`), so that they cannot describe an error
 that is gone, or a message that is never raised. They are the same on every machine: settings in the environment do not count, and
 a time that was waited is written as zero, and processes as 1, 2, ….
 """
@@ -97,9 +97,16 @@ def _default_environment() -> Iterator[None]:
         os.environ.update(found)
 
 
-def errors_in_markdown() -> str:
+_ABOUT = """\
+# Error messages
+
+What each error looks like, and what to do. Every message was raised by a real call when this page was generated. The guide is
+[Errors](../guide/errors.md); [Errors in the reference](errors.md) have the attributes."""
+
+
+def page() -> str:
     """A section for each class: when it is raised, what one sees then, and what to do."""
-    return "\n\n".join(map(_section, error_classes()))
+    return "\n\n".join([_ABOUT, *map(_section, error_classes())]) + "\n"
 
 
 def _section(kind: type[TokenyardError]) -> str:
@@ -262,27 +269,27 @@ ADVICE: dict[type[TokenyardError], str] = {
     "versions of torch are a warning in the log.",
     UnknownName: "Take the name that is meant.",
     InputError: "Do what the fix says. The other ranks raise [`PeerFailed`](#peerfailed), and the group stays usable.",
-    CheckpointError: "`error.file` and `error.tensor` say where, as far as it is known. [Checkpoints](checkpoints.md#bad-files) "
+    CheckpointError: "`error.file` and `error.tensor` say where, as far as it is known. [Checkpoints](../guide/checkpoints.md#bad-files) "
     "has more cases.",
-    ContractError: "Return the type that the contract names ([Experts of your own](experts.md#the-contract)). Rows that are "
+    ContractError: "Return the type that the contract names ([Experts of your own](../guide/experts.md#the-contract)). Rows that are "
     "reduced already have another type, so reducing them again is this error, too. The other ranks raise `PeerFailed`.",
     HandleError: "Combine each dispatch once, in the order of the dispatches, or plan with `in_flight=2`. Calls of a layer do "
     "this by themselves. Make a new plan after `plan.close()`.",
     ConcurrentUse: "Let one thread make the calls, or give each thread a plan on a group of its own (`group.subgroup`). Threads "
     "may take turns.",
     WrongProcess: "Make the call in the process that made the plan; the parent goes on. "
-    "[Forked processes](faults.md#forked-processes) says what a child can do.",
+    "[Forked processes](../guide/faults.md#forked-processes) says what a child can do.",
     GroupError: "The base of the errors between ranks. Raised by itself if there is no group, or no longer one.",
     PeerFailed: "Fix the error of the rank that it names (`error.peer`, `error.message`). The call has no result; the group stays "
     "usable.",
     PeerLost: "`error.peers` are the lost ranks, empty if they cannot be known. If a rank was only slow (loading weights), raise "
     "the deadline. Otherwise go on with the ranks that are left, or with a fresh one: "
-    "[Losing ranks](losing-ranks.md#going-on-without-it).",
+    "[Losing ranks](../guide/losing-ranks.md#going-on-without-it).",
     PlanBroken: "Catch the `PeerLost` that came first, and call `plan.go_on_without(error.peers)` or `plan.readmit(error.peers)` on "
     "every rank that is left. A call that was interrupted while it waited (Ctrl-C) breaks a plan, too.",
     Drifted: "All ranks raise. Look for a branch that only some ranks take. An idle rank calls every layer, too, with T = 0.",
     Disagreement: "Set the value from one source on all ranks.",
-    Corrupted: "Only [paranoid plans](paranoid.md) raise it. `error.source`, `error.token` and `error.place` say whose row it is, and "
+    Corrupted: "Only [paranoid plans](../guide/paranoid.md) raise it. `error.source`, `error.token` and `error.place` say whose row it is, and "
     "which payload, region or duty. Look at kernels and experts of your own first, then at other code that writes into "
     "this memory.",
     RankError: "The error of the rank is the `__cause__`, with the traceback of that rank.",

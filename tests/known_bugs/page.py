@@ -53,20 +53,16 @@ def frame(sections):
     return "\n".join(parts)
 
 
-def _catchers(bug):
-    return f"{bug.caught_by}; and by {bug.in_check}" if bug.in_check else str(bug.caught_by)
-
-
 def section(bug, finding):
     """What the page says of one bug."""
-    said = re.sub(r"; fix: .*", "", str(finding), flags=re.DOTALL)  # what was found, and what was expected
+    said = re.sub(r"; (expected|fix:) .*", "", str(finding), flags=re.DOTALL)  # only what was found
     seen = f" Seen in {_linked(bug.seen)}." if bug.seen else ""
     return f"""\
 ### {bug.name}
 
 {bug.story}{seen}
 
-Caught by {_catchers(bug)}:
+Caught by {bug.caught_by}:
 
 ```text title="finding"
 {said}
