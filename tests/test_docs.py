@@ -276,12 +276,44 @@ def test_contributing_names_every_package():
     package = ROOT / "src" / "tokenyard"
     parts = {path.name + "/" for path in package.iterdir() if (path / "__init__.py").exists()}
     parts |= {path.name for path in package.glob("[a-z]*.py")}
-    said = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert sorted(said) == sorted(parts)
+    (section,) = re.findall(r"^## The packages$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    assert sorted(re.findall(r"^\| `([\w./]+)` \|", section, re.M)) == sorted(parts)
 
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 7000
+
+
+def test_guides_are_short_and_so_is_all_of_them_together():
+    """A guide says what a user does and may expect. What was measured and refuted goes to `bench/notes`."""
+    sizes = {page: len(page.read_bytes()) for page in PAGES if page.parent.name != "reference"}
+    long = [name_of(page) for page, size in sizes.items() if page.parent.name == "guide" and size > 10_240]
+    assert long == [], "move what was measured to bench/notes, and lists of names to docs/generate"
+    assert sum(sizes.values()) <= 250_000
+
+
+NOTES = sorted((ROOT / "bench/notes").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=name_of)
+def test_files_that_a_page_names_are_there(page):
+    """Records, notes and examples are named by their path, because they are not part of the site."""
+    named = re.findall(
+        r"`((?:bench|examples|tests/[\w/]+)/[\w./-]+\.(?:json|md|py|yaml|sbatch))`", page.read_text()
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("note", NOTES, ids=name_of)
+def test_a_note_has_its_date_and_is_named_by_a_page(note):
+    assert re.search(r"\b(2026-\d\d-\d\d|November 2026)\b", note.read_text()[:500])
+    pages = [page.read_text() for page in [*PAGES, *NOTES] if page != note]
+    assert any(note.name in text for text in pages)
+
+
+@pytest.mark.parametrize("note", NOTES, ids=name_of)
+def test_links_of_a_note_lead_somewhere(note):
+    test_links_lead_somewhere(note)
 
 
 def test_the_page_on_installing_says_what_the_package_declares():

@@ -27,7 +27,7 @@ PAGES = (
         names={
             "tokenyard": ("LayerSpec", "plan", "Plan", "MoELayer", "draft", "__version__"),
             "tokenyard.layer": ("PendingBatch", "overlapped"),
-            "tokenyard.planning": ("Draft", "Wiring"),
+            "tokenyard.planning": ("Draft", "Wiring", "gather_stats"),
             "tokenyard.duties": ("Duty", "Party"),
             "tokenyard.elastic": ("join_plan", "take_over", "Rebalance"),
             "tokenyard.exchange.stats": ("LayerStats", "MoveStats"),
@@ -45,6 +45,9 @@ PAGES = (
                     "thread_groups",
                     "rejoin",
                     "make_together",
+                    "GroupLike",
+                    "as_group",
+                    "borrowed",
                     "DEFAULT_DEADLINE",
                     "READMISSION",
                 ),

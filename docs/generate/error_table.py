@@ -1,9 +1,9 @@
-"""What can go wrong, and what one sees then: a row for every error class, with a message that was really raised.
+"""The page of error messages: a section for every error class, with a message that was really raised.
 
 A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way, `ADVICE` says what a
-user does then. The page is made of these (`python -m docs.generate`), so that they cannot describe an error
-that is gone, or a message that is never raised. They are the same on every machine: settings in the environment do not count, and
-a time that was waited is written as zero, and processes as 1, 2, ….
+user does then. The page is made of these (`python -m docs.generate`), so that it cannot describe an error that is gone,
+or a message that is never raised. It is the same on every machine: settings in the environment do not count, a time
+that was waited is written as zero, and processes as 1, 2, ….
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _default_environment() -> Iterator[None]:
 _ABOUT = """\
 # Error messages
 
-What each error looks like, and what to do. Every message was raised by a real call when this page was generated. The guide is
-[Errors](../guide/errors.md); [Errors in the reference](errors.md) have the attributes."""
+What each error looks like, and what to do. Every message was raised by a real call when this page was generated. The
+guide is [Errors](../guide/errors.md); [Errors in the reference](errors.md) have the attributes."""
 
 
 def page() -> str:
@@ -111,7 +111,9 @@ def page() -> str:
 
 def _section(kind: type[TokenyardError]) -> str:
     also = next(base for base in kind.__mro__[1:] if base is not TokenyardError)
-    is_also = f" (also a [`{also.__name__}`](#{also.__name__.lower()}))" if issubclass(also, TokenyardError) else ""
+    is_also = (
+        f" (also a [`{also.__name__}`](#{also.__name__.lower()}))" if issubclass(also, TokenyardError) else ""
+    )
     return (
         f"## {kind.__name__}\n\n{kind.when[0].upper()}{kind.when[1:]}{is_also}.\n\n"
         f'```text title="error"\n{what_you_see(kind)}\n```\n\n{ADVICE[kind]}'
@@ -262,35 +264,38 @@ EXAMPLES: dict[type[TokenyardError], Callable[[], object]] = {
 
 # What a user does about each error, and what holds afterwards.
 ADVICE: dict[type[TokenyardError], str] = {
-    PlanError: "Take one of the alternatives (`error.alternatives`); the planner has tried each of them. `draft` finds the "
-    "same errors in one process, without a group.",
-    PlanMismatch: "All ranks raise. `error.differences` has the fields by rank. Build the layers from one config, and look for "
-    "an environment variable (`TOKENYARD_EXCHANGE`) that differs. Ranks must run one version of tokenyard; different "
-    "versions of torch are a warning in the log.",
+    PlanError: "Take one of the alternatives (`error.alternatives`); the planner has tried each of them. `draft` "
+    "finds the same errors in one process, without a group.",
+    PlanMismatch: "All ranks raise. `error.differences` has the fields by rank. Build the layers from one config, and "
+    "look for an environment variable (`TOKENYARD_EXCHANGE`) that differs. Ranks must run one version of "
+    "tokenyard; different versions of torch are a warning in the log.",
     UnknownName: "Take the name that is meant.",
     InputError: "Do what the fix says. The other ranks raise [`PeerFailed`](#peerfailed), and the group stays usable.",
-    CheckpointError: "`error.file` and `error.tensor` say where, as far as it is known. [Checkpoints](../guide/checkpoints.md#bad-files) "
-    "has more cases.",
-    ContractError: "Return the type that the contract names ([Experts of your own](../guide/experts.md#the-contract)). Rows that are "
-    "reduced already have another type, so reducing them again is this error, too. The other ranks raise `PeerFailed`.",
-    HandleError: "Combine each dispatch once, in the order of the dispatches, or plan with `in_flight=2`. Calls of a layer do "
-    "this by themselves. Make a new plan after `plan.close()`.",
-    ConcurrentUse: "Let one thread make the calls, or give each thread a plan on a group of its own (`group.subgroup`). Threads "
-    "may take turns.",
-    WrongProcess: "Make the call in the process that made the plan; the parent goes on. "
-    "[Forked processes](../guide/faults.md#forked-processes) says what a child can do.",
+    CheckpointError: "`error.file` and `error.tensor` say where, as far as it is known. "
+    "[Checkpoints](../guide/checkpoints.md#bad-files) has more cases.",
+    ContractError: "Return the type that the contract names ([Experts of your own](../guide/experts.md#the-contract)). "
+    "Rows that are reduced already have another type, so reducing them again is this error, too. The "
+    "other ranks raise `PeerFailed`.",
+    HandleError: "Combine each dispatch once, in the order of the dispatches, or plan with `in_flight=2`. Calls of a "
+    "layer do this by themselves. Make a new plan after `plan.close()`.",
+    ConcurrentUse: "Let one thread make the calls, or give each thread a plan on a group of its own "
+    "(`group.subgroup`). Threads may take turns.",
+    WrongProcess: "Make the call in the process that made the plan; the parent goes on. [Forked "
+    "processes](../guide/faults.md#forked-processes) says what a child can do.",
     GroupError: "The base of the errors between ranks. Raised by itself if there is no group, or no longer one.",
-    PeerFailed: "Fix the error of the rank that it names (`error.peer`, `error.message`). The call has no result; the group stays "
-    "usable.",
-    PeerLost: "`error.peers` are the lost ranks, empty if they cannot be known. If a rank was only slow (loading weights), raise "
-    "the deadline. Otherwise go on with the ranks that are left, or with a fresh one: "
+    PeerFailed: "Fix the error of the rank that it names (`error.peer`, `error.message`). The call has no result; the "
+    "group stays usable.",
+    PeerLost: "`error.peers` are the lost ranks, empty if they cannot be known. If a rank was only slow (loading "
+    "weights), raise the deadline. Otherwise go on with the ranks that are left, or with a fresh one: "
     "[Losing ranks](../guide/losing-ranks.md#going-on-without-it).",
-    PlanBroken: "Catch the `PeerLost` that came first, and call `plan.go_on_without(error.peers)` or `plan.readmit(error.peers)` on "
-    "every rank that is left. A call that was interrupted while it waited (Ctrl-C) breaks a plan, too.",
-    Drifted: "All ranks raise. Look for a branch that only some ranks take. An idle rank calls every layer, too, with T = 0.",
+    PlanBroken: "Catch the `PeerLost` that came first, and call `plan.go_on_without(error.peers)` or "
+    "`plan.readmit(error.peers)` on every rank that is left. A call that was interrupted while it waited "
+    "(Ctrl-C) breaks a plan, too.",
+    Drifted: "All ranks raise. Look for a branch that only some ranks take. An idle rank calls every layer, too, "
+    "with T = 0.",
     Disagreement: "Set the value from one source on all ranks.",
-    Corrupted: "Only [paranoid plans](../guide/paranoid.md) raise it. `error.source`, `error.token` and `error.place` say whose row it is, and "
-    "which payload, region or duty. Look at kernels and experts of your own first, then at other code that writes into "
-    "this memory.",
+    Corrupted: "Only [paranoid plans](../guide/paranoid.md) raise it. `error.source`, `error.token` and "
+    "`error.place` say whose row it is, and which payload, region or duty. Look at kernels and experts of "
+    "your own first, then at other code that writes into this memory.",
     RankError: "The error of the rank is the `__cause__`, with the traceback of that rank.",
 }
