@@ -555,10 +555,10 @@ def test_a_round_that_failed_comes_home_as_nan():
     yard.words(0)[STATUS] = int(Trouble.FAILED)
     for placed in (torch.zeros(2, 4), None):
         out_TH = torch.zeros(2, 4, dtype=torch.bfloat16)
-        yard.launchers[0].place(yard.dispatch_slots, placed, dense=True)
-        yard.launchers[0].sum(
-            yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), out_TH, just_placed=True
-        )
+        if placed is not None:
+            yard.launchers[0].place(yard.dispatch_slots, placed, dense=True)
+        slots_TW, just_placed = slots_twin(spec, batch.ids_TK, 0), placed is not None
+        yard.launchers[0].sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=just_placed)
         assert bool(out_TH.isnan().all())
     assert yard.words(0)[COMBINED] == 0
     assert yard.flags(0, phase=1).tolist() == [0]
