@@ -37,13 +37,18 @@ def checkpointed(layer, x_TH, routes):
     return checkpoint(layer, x_TH, routes, use_reentrant=False)
 
 
+def reentrant(layer, x_TH, routes):
+    """The other kind of checkpointing, whose first forward has no graph."""
+    return checkpoint(layer, x_TH, routes, use_reentrant=True)
+
+
 def started(layer, x_TH, routes):
     pending = layer.start(x_TH, routes)
     pending.compute()
     return pending.finish()
 
 
-@pytest.mark.parametrize("call", [checkpointed, started])
+@pytest.mark.parametrize("call", [checkpointed, reentrant, started])
 def test_other_ways_to_call_give_the_same_bits_and_count_the_load_once(call):
     plain = on_ranks(2, called, plainly)
     other = on_ranks(2, called, call)
@@ -51,6 +56,21 @@ def test_other_ways_to_call_give_the_same_bits_and_count_the_load_once(call):
         assert differing(one, two) == []
         assert load == same_load
         assert left == 0
+
+
+def extended(group):
+    """A plan that grows between a forward and its backward."""
+    plan, layer = CASE.make(group)
+    x_TH, routes, _, dy_TH = CASE.inputs(group)
+    y_TH = layer(x_TH, routes)
+    plan.extend([replace(CASE.spec, name="other", hidden_size=128)])
+    y_TH.backward(dy_TH)
+    return {"y": y_TH.detach()} | gradients(layer, x_TH, routes)
+
+
+def test_a_plan_may_grow_while_a_backward_is_due():
+    for (plain, *_), found in zip(on_ranks(2, called, plainly), on_ranks(2, extended), strict=True):
+        assert differing(plain, found) == []
 
 
 def in_parts(layer, x_TH, routes):
