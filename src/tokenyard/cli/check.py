@@ -54,7 +54,7 @@ def check(
     ),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Hold exchanges, formats and experts to their contract: your own classes, too."""
+    """Check that exchanges, formats and experts keep their contract: also classes of your own."""
     from tokenyard.group.forkserver import start_forkserver
 
     if ranks in ("processes", "both"):

@@ -26,7 +26,7 @@ def convert(
     largest_file: int = option(5_000_000_000, "The most bytes that a file of weights may have.", min=1),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Quantize the routed experts of a checkpoint; everything else is copied. Others read the result, too."""
+    """Quantize the routed experts of a checkpoint; everything else is copied. Other libraries read the result, too."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from tokenyard.checkpoints import convert as convert_checkpoint

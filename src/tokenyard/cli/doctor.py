@@ -135,7 +135,7 @@ def _formats() -> Iterator[Finding]:
 
 
 def _exchanges() -> Iterator[Finding]:
-    """Run a tiny layer through every exchange, on every kind of ranks that is here."""
+    """Run a tiny layer through every exchange, on every kind of ranks that this machine can start."""
     from tokenyard.exchange import EXCHANGES
 
     ranks: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")
@@ -223,7 +223,7 @@ def _start_of_processes() -> Iterator[Finding]:
 
 
 def _vllm() -> Iterator[Finding]:
-    """Whether vLLM is there, and what the plugin would do in it. vLLM is not imported."""
+    """Whether vLLM is installed, and what the plugin would do in it. vLLM is not imported."""
     from tokenyard.integrations.vllm.plugin import installed_version
 
     version = installed_version()

@@ -38,7 +38,7 @@ _MOST_OFF = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What one host measured of the way to another."""
+    """What one host measured of its connection to another."""
 
     source: str
     target: str

@@ -35,7 +35,7 @@ def load_object(path: str) -> Any:
 
 
 def refuse_override() -> None:
-    """Raise if an environment variable overrides the exchange of every plan: figures would be of another exchange."""
+    """Raise if an environment variable overrides the exchange of every plan: results would be those of another one."""
     from tokenyard.planning.drafting import EXCHANGE_VARIABLE
 
     if name := os.environ.get(EXCHANGE_VARIABLE):

@@ -6,7 +6,7 @@ All ranks agree on the new placements before a move begins. At most one move is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,16 +67,8 @@ class ExpertMoves:
             present = self._present
             goals = {wiring.spec.name: wiring.exchange_spec.placement for wiring in agreed.wirings}
             ways = _ways(present, goals, slots)
-            move = Rebalance(
-                self._state.group,
-                self.under_way.carrier,
-                {name: self._state.layers[name] for name in ways},
-                {name: held[name] for name in ways},
-                {name: present[name] for name in ways},
-                _together(ways),
-                finish=self.under_way.finish,
-                after=self.under_way.last_move,
-            )
+            moved = {name: held[name] for name in ways}
+            move = self._move(moved, {name: present[name] for name in ways}, _together(ways))
             self.under_way.begin(move)
         if wait:
             move.wait()
@@ -97,16 +89,15 @@ class ExpertMoves:
             for name, goal in goals.items()
         }
         question, draft = self._question(), state.draft
-        next_group = NextGroup(
-            group,
-            question,
-            staying,
-            None
-            if group.rank in leaving
-            else lambda check: group.subgroup(staying, purpose=question, check=check),
-            lambda made: state.redraft(made, lambda: _placed(draft.specs, after)),
-            layers=state.layers,
-        )
+
+        def make(check: Callable[[], None]) -> Group:
+            return group.subgroup(staying, purpose=question, check=check)
+
+        def agree(made: Group) -> tuple[Draft, int]:
+            return state.redraft(made, lambda: _placed(draft.specs, after))
+
+        make_group = None if group.rank in leaving else make
+        next_group = NextGroup(group, question, staying, make_group, agree, layers=state.layers)
         return self._move_to(next_group, held, present, ways, after, wait=wait)
 
     def grow(self, ranks: int | Group, *, seconds: float, wait: bool) -> Rebalance:
@@ -181,22 +172,32 @@ class ExpertMoves:
         wait: bool,
     ) -> Rebalance:
         """Begin a move of experts whose last switch also switches to the next group; with `wait`, wait for it."""
-        move = Rebalance(
-            self._state.group,
-            self.under_way.carrier,
-            dict(self._state.layers),
-            held,
-            present,
-            _together(ways) or [{}],
-            finish=self.under_way.finish,
-            after=self.under_way.last_move,
-            next_ranks=next_group,
-        )
+        move = self._move(held, present, _together(ways) or [{}], next_group)
         move.placements = after
         self.under_way.begin(move)
         if wait:
             move.wait()
         return move
+
+    def _move(
+        self,
+        held: Mapping[str, list[HeldExperts]],
+        present: Mapping[str, Placement],
+        steps: Sequence[Mapping[str, Placement]],
+        next_group: NextGroup | None = None,
+    ) -> Rebalance:
+        """A move of the layers in `held`, which was not begun yet."""
+        return Rebalance(
+            self._state.group,
+            self.under_way.carrier,
+            {name: self._state.layers[name] for name in held},
+            held,
+            present,
+            steps,
+            finish=self.under_way.finish,
+            after=self.under_way.last_move,
+            next_ranks=next_group,
+        )
 
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
         """See `Plan.autobalance`."""

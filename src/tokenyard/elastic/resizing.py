@@ -34,7 +34,7 @@ from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, Token
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
-from tokenyard.group.readmission import check_count
+from tokenyard.group.base import check_count
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft
 from tokenyard.planning.state import make_exchange

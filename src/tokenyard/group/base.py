@@ -38,7 +38,7 @@ from tokenyard.group.one_thread import OneThread
 from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
 from tokenyard.group.pending import Background as Background  # noqa: PLC0414 - a part of the contract
 from tokenyard.group.pending import Pending as Pending  # noqa: PLC0414 - a part of the contract
-from tokenyard.group.readmission import READMISSION, check_count, check_lost
+from tokenyard.group.readmission import READMISSION, check_lost
 from tokenyard.rows import describe
 
 # Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
@@ -71,6 +71,18 @@ def check_deadline(deadline: object) -> float:
             fix=f"leave it out, for {DEFAULT_DEADLINE:.0f} s",
         )
     return seconds
+
+
+def check_count(count: object, rank: int) -> int:
+    """The number of fresh ranks; raise unless it is an int of at least 1."""
+    if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
+        return count
+    raise InputError(
+        f"the number of fresh ranks is {shown(count)}",
+        expected="a number of ranks, from 1; or, for `plan.grow`, a group that has more of them",
+        fix="pass how many processes will call `rejoin`",
+        rank=rank,
+    )
 
 
 Result = TypeVar("Result")

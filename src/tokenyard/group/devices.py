@@ -76,7 +76,7 @@ def _read(device: str | torch.device | None) -> torch.device:
 
 
 def devices_of_ranks(device: str | torch.device | None, world: int) -> list[torch.device]:
-    """The device of each process of a host: `cuda` deals out the GPUs in turn, `cuda:0` is that one for all."""
+    """The device of each process of a host: `cuda` assigns the GPUs in turn, `cuda:0` is that one for all."""
     found = resolve_device(device)
     if found.type == "cpu" or _read(device).index is not None:
         return [found] * world

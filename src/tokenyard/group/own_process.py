@@ -87,7 +87,7 @@ def not_pickled(what: str, *, fix: str, layer: str | None = None, rank: int | No
 
 
 def keep_in_children(kept: Any) -> None:
-    """Let no process that is forked from now on free this object, nor what it refers to, not even when it ends."""
+    """Keep processes that are forked from now on from freeing this object, and what it refers to, even at their end."""
     _kept[id(kept)] = kept
 
 

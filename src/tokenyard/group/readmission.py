@@ -58,18 +58,6 @@ def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
     return sorted(lost)
 
 
-def check_count(count: object, rank: int) -> int:
-    """The number of fresh ranks; raise unless it is an int of at least 1."""
-    if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
-        return count
-    raise InputError(
-        f"the number of fresh ranks is {shown(count)}",
-        expected="a number of ranks, from 1; or, for `plan.grow`, a group that has more of them",
-        fix="pass how many processes will call `rejoin`",
-        rank=rank,
-    )
-
-
 def not_invited(rank: int, address: str, waited: float) -> GroupError:
     """The error of a fresh rank that got no invitation, or whose invitation another process took."""
     return GroupError(
