@@ -9,13 +9,13 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
-from tests.products import product
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import EXCHANGES
 
 every_exchange_on_both_kinds = pytest.mark.parametrize(
-    ("exchange", "ranks"), product(list(EXCHANGES), ["threads", "processes"])
+    ("exchange", "ranks"), on_threads_and_processes(EXCHANGES)
 )
 
 # A 4-bit body and an unquantized prediction head is the ordinary case; the rest is harder.
