@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from tests.conformance import mutants
+from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, histogram, is_large
 from tokenyard.conformance.suites import check_cases
@@ -41,7 +42,7 @@ def test_every_choice_is_reached():
     assert reached("activation") == set(ACTIVATIONS)
     assert reached("placement") == {"contiguous", "round_robin", "replicas", "shuffled"}
     assert reached("routes") == {"uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"}
-    assert reached("data") == {"normal", "zeros", "tiny", "special", "equal"}
+    assert reached("data") == {"ordinary numbers", *(name for name, kind in DATA.items() if kind.rows)}
     for name, values in {
         "weights": set(WEIGHT_FORMATS),
         "weight_on": {"output", "input"},

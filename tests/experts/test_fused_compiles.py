@@ -130,7 +130,7 @@ def kernels_of_e4m3(held):
 def kernels_of_row_blocks():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
     for hidden_size, columns, slots in ((264, 512, True), (2880, 1024, False), (7168, 1024, True)):
-        compiled(row_blocks.recode_rows, dict(
+        compiled(row_blocks.recode_rows, dict.fromkeys(("order_N", "tiles", "how_many", "max_tiles", "TOP_K")) | dict(
             H=hidden_size, HAS_SLOTS=slots, ROWS=1 if slots else 4, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
         compiled(row_blocks.decode_rows, dict(
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds | dict(numbers="*bf16"))
@@ -214,7 +214,7 @@ def packed_codes_kernel(first, runs, activation=0):
 def packed_codes_helpers():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
     sizes = dict(H=264, TOP_K=4, HAS_SLOTS=True, ROWS=4, COLUMNS=512, EARLY=True)
-    compiled(row_blocks.place_rows, sizes, 4, kinds=kinds)
+    compiled(row_blocks.recode_rows, sizes, 4, kinds=kinds)
     sizes = dict(I=264, TILE=256, ITEMS=3, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True)
     compiled(fp8_split.round_numbers, sizes, 4, kinds=dict(
         numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
