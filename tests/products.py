@@ -55,3 +55,17 @@ def _pairs(one: tuple[int, ...]) -> set[Any]:
 
 def _name(value: object) -> str:
     return str(getattr(value, "__name__", value))
+
+
+def on_threads_and_processes(exchanges: Iterable[str]) -> list[Any]:
+    """Each exchange with each kind of ranks. `make test` has all of them on threads, and two on processes."""
+    return [
+        pytest.param(
+            exchange, ranks, marks=() if ranks == "threads" or exchange in _SHORT else pytest.mark.long
+        )
+        for exchange in exchanges
+        for ranks in ("threads", "processes")
+    ]
+
+
+_SHORT = ("one_sided", "two_sided")  # through shared memory, and through messages

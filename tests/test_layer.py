@@ -8,7 +8,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
-from tests.products import product
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
@@ -23,7 +23,7 @@ from tokenyard.routing import GroupedSigmoidRouter, Placement
 
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
 every_exchange_on_both_kinds = pytest.mark.parametrize(
-    ("exchange", "ranks"), product(list(EXCHANGES), ["threads", "processes"])
+    ("exchange", "ranks"), on_threads_and_processes(EXCHANGES)
 )
 
 

@@ -96,6 +96,7 @@ def test_a_gpu_that_is_not_there_is_no_finding_of_the_exchange(ranks):
         check_exchange("two_sided", world=2, ranks=ranks, device="cuda")
 
 
+@pytest.mark.long  # tests/conformance/test_check_page.py runs a few checks of two classes of one's own
 def test_a_class_of_ones_own_passes():
     assert_passed(check_exchange(mutants.changing.Renamed, world=2, rounds=5))
 

@@ -10,7 +10,7 @@ import torch
 import tokenyard as ty
 from tests.faults import late
 from tests.models import batch, build, raised, spec
-from tests.products import product
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.errors import Drifted, HandleError, PlanBroken
@@ -294,7 +294,7 @@ def different_plans(group, exchange):
     return good, error, waited, [raised(one, x_TH, routes) for one in built]
 
 
-@pytest.mark.parametrize(("exchange", "ranks"), product(EXCHANGES, KINDS))
+@pytest.mark.parametrize(("exchange", "ranks"), on_threads_and_processes(EXCHANGES))
 def test_ranks_in_different_plans_have_drifted_and_hear_it_at_once(ranks, exchange):
     for good, error, waited, later in ty.launch(3, different_plans, exchange, ranks=ranks, deadline=30):
         assert good == [3, 3]

@@ -45,7 +45,7 @@ def draw_many(count, part, check):
     assert not large or all(map(is_large, seen))
 
 
-# In parts, so that two workers can share them: 512 cases over threads, 56 over processes. `make test` draws 192 and 28.
+# In parts, so that two workers can share them: 512 cases over threads, 56 over processes. `make test` draws 192 and 14.
 @pytest.mark.parametrize(
     "part", [0, 1, 2, *(pytest.param(part, marks=pytest.mark.long) for part in range(3, 8))]
 )
@@ -57,16 +57,15 @@ def run_one_after_the_other(group, drawn):
     return [run_one(group, case) for case in drawn]
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3))])
 def test_any_layer_on_process_ranks(part):
     """Those of one world one after the other on the same processes: to start them takes longer than a case."""
     alike = {}
-    for half in range(2):
-        draw_many(
-            14,
-            99 + 2 * part + half,
-            lambda case: alike.setdefault((case.world, hosts_of(case)), []).append(case),
-        )
+    draw_many(
+        14,
+        99 + part,
+        lambda case: alike.setdefault((case.world, hosts_of(case)), []).append(case),
+    )
     for (world, hosts), drawn in alike.items():
         by_rank = ty.launch(world, run_one_after_the_other, drawn, ranks="processes", hosts=hosts)
         for rank, outcomes in enumerate(by_rank):

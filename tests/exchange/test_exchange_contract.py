@@ -9,7 +9,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
-from tests.products import product
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import same_bits
 from tokenyard.errors import InputError, PeerFailed
 from tokenyard.exchange import EXCHANGES
@@ -21,7 +21,9 @@ from tokenyard.rows import ExpertRows
 
 KINDS = ["threads", "processes"]
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
-every_exchange_on_both_kinds = pytest.mark.parametrize(("exchange", "ranks"), product(list(EXCHANGES), KINDS))
+every_exchange_on_both_kinds = pytest.mark.parametrize(
+    ("exchange", "ranks"), on_threads_and_processes(EXCHANGES)
+)
 WATCHED_AND_NOT = {
     **{name: (name, False) for name in EXCHANGES},
     **{f"{name}, paranoid": (name, True) for name in WATCHED},
