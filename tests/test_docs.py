@@ -151,8 +151,16 @@ def kept_registries():
     FAMILIES.update(before)
 
 
+# They run all checks of an exchange: tests/conformance/test_check_page.py runs some on the same files.
+LONG = [ROOT / "docs/guide/check.md", ROOT / "docs/guide/exchange-of-your-own.md"]
+
+
 @pytest.mark.usefixtures("kept_registries")
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long if page in LONG else ()) for page in PAGES],
+    ids=name_of,
+)
 def test_blocks_run_and_print_what_the_page_says(page, tmp_path):
     for block, printed in run_page(page, tmp_path):
         assert comparable(printed) == comparable(block.body), f"{name_of(page)}, line {block.line}"

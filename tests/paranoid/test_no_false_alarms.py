@@ -34,7 +34,9 @@ def paranoid(monkeypatch):
 
 
 # Handles, growth and many rounds are below, on layers that are paranoid by argument.
-@every_exchange
+@pytest.mark.parametrize(
+    "exchange", [WATCHED[0], *(pytest.param(name, marks=pytest.mark.long) for name in WATCHED[1:])]
+)
 def test_every_exchange_passes_its_suite(paranoid, exchange):
     assert_passed(check_exchange(exchange, ranks="threads", world=3, rounds=4))
 

@@ -41,6 +41,6 @@ def refuse_override() -> None:
     if name := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(
             f"{EXCHANGE_VARIABLE}={name}, which overrides the exchange of every plan",
-            expected="each exchange to be tried as itself",
+            expected="no override: each exchange is tried under its own name",
             fix=f"unset {EXCHANGE_VARIABLE}; --exchange chooses, where there is a choice",
         )

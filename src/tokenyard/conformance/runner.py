@@ -11,7 +11,8 @@ a report (a collective library that is called out of step ends the process), and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
@@ -19,7 +20,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.draws import RankKind
 from tokenyard.errors import Drifted, GroupError, RankError
 from tokenyard.group import Group, launch
@@ -45,6 +48,26 @@ def expect(fine: bool, found: object, expected: object) -> None:
     """Raise a finding unless `fine` is True."""
     if not fine:
         raise Finding(str(found), str(expected))
+
+
+def expect_same(
+    tensor: Tensor,
+    due: Tensor,
+    found: str,
+    expected: str = "the same bits",
+    same: Callable[[Tensor, Tensor], bool] = same_bits,
+) -> None:
+    """Raise a finding unless two tensors are the same, bit for bit or as `same` compares them."""
+    expect(same(tensor, due), found, expected)
+
+
+@contextmanager
+def unchanged(tensors: Mapping[str, Tensor], by: str = "", expected: str = "it untouched") -> Iterator[None]:
+    """Raise a finding if the block changes one of these tensors."""
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    yield
+    for name, tensor in tensors.items():
+        expect_same(tensor, before[name], f"{name} was changed{by}", expected)
 
 
 def checks_of(*modules: ModuleType, parameters: Sequence[str]) -> dict[str, Callable[..., None]]:

@@ -17,14 +17,12 @@ from tokenyard import formats
 from tokenyard.conformance import (
     exchange_accounts,
     exchange_duties,
-    exchange_errors,
+    exchange_failures,
     exchange_lasting,
-    exchange_losses,
     exchange_suite,
     exchange_uses,
     experts_suite,
     experts_uses,
-    format_data,
     format_suite,
 )
 from tokenyard.conformance.cases import Case, run_case
@@ -41,17 +39,11 @@ from tokenyard.group import Group
 
 _Checks = dict[str, Callable[..., None]]
 # All checks by name: those that every exchange, every format and every experts class must pass.
-_EXCHANGE_MODULES = (
-    exchange_suite,
-    exchange_uses,
-    exchange_duties,
-    exchange_accounts,
-    exchange_errors,
-    exchange_lasting,
-    exchange_losses,
+_MOVEMENT = (exchange_suite, exchange_uses, exchange_duties)
+EXCHANGE_CHECKS = checks_of(
+    *_MOVEMENT, exchange_accounts, exchange_failures, exchange_lasting, parameters=["trial"]
 )
-EXCHANGE_CHECKS = checks_of(*_EXCHANGE_MODULES, parameters=["trial"])
-FORMAT_CHECKS = checks_of(format_suite, format_data, parameters=["format"])
+FORMAT_CHECKS = checks_of(format_suite, parameters=["format"])
 EXPERTS_CHECKS = checks_of(experts_suite, experts_uses, parameters=["cls", "device"])
 
 

@@ -64,7 +64,7 @@ class ExpertMoves:
             slots = _slots(held)
             wanted = self._balanced(threshold, slots) if placements is None else dict(placements)
             agreed, _ = self._state.redraft(self._state.group, lambda: self._specs_with(wanted))
-            present = {name: wiring.exchange_spec.placement for name, wiring in self._state.wirings.items()}
+            present = self._present
             goals = {wiring.spec.name: wiring.exchange_spec.placement for wiring in agreed.wirings}
             ways = _ways(present, goals, slots)
             move = Rebalance(
@@ -89,7 +89,7 @@ class ExpertMoves:
         held = self._begin_resize("shrink", leaving)
         slots = _slots(held)
         staying = [rank for rank in range(group.size) if rank not in leaving]
-        present = {name: wiring.exchange_spec.placement for name, wiring in state.wirings.items()}
+        present = self._present
         goals = {name: placement_without(each, leaving, slots[name]) for name, each in present.items()}
         ways = _ways(present, goals, slots)
         after = {
@@ -116,18 +116,13 @@ class ExpertMoves:
         count = check_grown(ranks, group)
         exchange_named(state.draft.exchange.name, group.rank)
         held = self._begin_resize("grow", [count, seconds, given is not None])
-        present = {
-            name: widened(wiring.exchange_spec.placement, count) for name, wiring in state.wirings.items()
-        }
-        goals = {
-            name: placement_with(wiring.exchange_spec.placement, count)
-            for name, wiring in state.wirings.items()
-        }
+        present = {name: widened(each, count) for name, each in self._present.items()}
+        goals = {name: placement_with(each, count) for name, each in self._present.items()}
         question, draft = self._question(), state.draft
-        told = introduction(draft, question, goals)
+        introduced = introduction(draft, question, goals)
 
         def agree(made: Group) -> tuple[Draft, int]:
-            made.gather_json(told, phase="growing")
+            made.gather_json(introduced, phase="growing")
             return state.redraft(made, lambda: _placed(draft.specs, goals))
 
         next_group = NextGroup(
@@ -142,6 +137,11 @@ class ExpertMoves:
         )
         ways = {name: [goal] for name, goal in goals.items() if goal != present[name]}
         return self._move_to(next_group, held, present, ways, goals, wait=wait)
+
+    @property
+    def _present(self) -> dict[str, Placement]:
+        """The present placement of each layer."""
+        return {name: wiring.exchange_spec.placement for name, wiring in self._state.wirings.items()}
 
     def _begin_resize(self, what: str, terms: object) -> dict[str, list[HeldExperts]]:
         """Check that all ranks ask for one change; return, by layer, where each rank holds its experts. Collective."""
@@ -265,7 +265,7 @@ class ExpertMoves:
             raise InputError(
                 f"{what} on {self._state.group.device}",
                 expected="ranks on CPUs: captured CUDA graphs do not survive another number of ranks",
-                fix="make a new plan on the ranks that shall serve, and capture graphs anew",
+                fix="make a new plan on the ranks that serve from now on, and capture its graphs",
                 rank=self._state.group.rank,
             )
 
@@ -330,7 +330,7 @@ def _ways(
 
 
 def _together(ways: Mapping[str, Sequence[Placement]]) -> list[dict[str, Placement]]:
-    """The steps of several layers together: step n has the n-th placement of each layer that has so many."""
+    """The steps of several layers together: step n has the n-th placement of each layer with at least n steps."""
     longest = max(map(len, ways.values()), default=0)
     return [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)]
 

@@ -95,9 +95,7 @@ class BatchRoutes:
     @cached_property
     def choices_by_rank(self) -> tuple[Tensor, ...]:
         """For each rank, the choices (ascending) whose results it returns, as token · K + choice."""
-        rank_N, choice_N = self.resolved[0].flatten().sort(stable=True)
-        nobody, *counts = (rank_N + 1).bincount(minlength=self.spec.placement.world + 1).tolist()
-        return tuple(choice_N[nobody:].split(counts))
+        return choices_by_part(self.resolved[0], self.spec.placement.world)
 
     @property
     def result_counts(self) -> list[int]:
@@ -144,6 +142,17 @@ def rows_out(rank_TK: Tensor, world: int) -> tuple[Tensor, Tensor]:
     return rank_N, token_N
 
 
+def choices_by_part(part_TK: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """For each part (a rank, or a host), the choices (ascending) that go there, as token · K + choice.
+
+    >>> [choices.tolist() for choices in choices_by_part(torch.tensor([[0, 0], [1, -1], [1, 0]]), parts=2)]
+    [[0, 1, 5], [2, 4]]
+    """
+    part_N, choice_N = part_TK.flatten().sort(stable=True)
+    nobody, *counts = (part_N + 1).bincount(minlength=parts + 1).tolist()
+    return tuple(choice_N[nobody:].split(counts))
+
+
 def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
 
@@ -188,6 +197,7 @@ class Batch:
     spec: ExchangeSpec  # what the exchange knows of the layer
     round: int  # the number of the round trip, from 1
     region: int  # which of `in_flight` pairs of regions it uses, the same on every rank
+    forward: int = 0  # in a backward, the round of the forward; 0: a forward
     part: Part | None = None  # which tokens of a larger batch these are; None: they are a whole batch
     rows: EncodedRows | UnencodedRows  # not encoded only where the transport says that it encodes this wire
     extra: Mapping[str, Tensor]  # further payloads, one row per token
@@ -249,6 +259,7 @@ class Batch:
             spec=self.spec,
             round=self.round,
             region=self.region,
+            forward=self.forward,
             routes=self.routes,
             counts_W=tuple(counts_W),
             way_back=way_back,
@@ -279,6 +290,7 @@ class Arrival(Generic[WayBack]):
     # The rows that each rank has announced, and expects results of. Empty if only the device knows them.
     counts_W: tuple[int, ...]
     way_back: WayBack  # what the transport keeps for the way back; only the transport reads it
+    forward: int = 0  # in a backward, the round of the forward; 0: a forward
     checksums_RC: Tensor | None = None  # the checksums that came with the rows, in a paranoid plan
     # An error that this rank found after the dispatch had ended; the others receive it in the combine.
     problem: Exception | None = None

@@ -37,7 +37,10 @@ from tokenyard.layer.call import Inputs
 from tokenyard.routing import Routes
 
 # What to do where gradients are refused.
-INFERENCE = "call the model under torch.no_grad(), after model.eval(), or after model.requires_grad_(False)"
+INFERENCE = (
+    "plan(..., training=True) to train; to infer, call the model under torch.no_grad(), after model.eval(), or after "
+    "model.requires_grad_(False)"
+)
 
 # The layers by their keys. The references are weak: a layer that is freed leaves no entry.
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -100,6 +103,13 @@ def call_operator(
         is_training_step(layer, (x_TH, routed, add)),
     )
     return cast(Tensor, y_TH if out is None else out.copy_(y_TH))
+
+
+def call_trained(layer: Any, inputs: Inputs) -> Tensor:
+    """Call a layer of a training plan outside of the graph: its result is a node of autograd's graph."""
+    from tokenyard.layer import graph_break  # loads the compiler, which takes a second
+
+    return cast(Tensor, graph_break.call_trained(layer._forward, inputs))
 
 
 def _layer(key: Tensor) -> Any:

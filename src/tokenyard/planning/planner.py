@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tokenyard.errors import InputError, shown
+from tokenyard.errors import HandleError, InputError, shown
 from tokenyard.exchange import Exchange, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts import ExpertWeights
@@ -28,7 +28,7 @@ from tokenyard.group.own_process import not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
-from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.state import PlanState
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
@@ -36,6 +36,7 @@ from tokenyard.routing import Placement
 if TYPE_CHECKING:
     from tokenyard.elastic import Rebalance
     from tokenyard.elastic.changes import PlanChanges
+    from tokenyard.elastic.expert_moves import ExpertMoves
     from tokenyard.layer import MoELayer
 
 _log = logging.getLogger("tokenyard")
@@ -60,6 +61,17 @@ class Plan:
 
             self._changes = PlanChanges(state)
         return self._changes
+
+    def _moves(self) -> ExpertMoves:
+        """What moves experts; raises in a training plan."""
+        if self.training:
+            raise HandleError(
+                "experts of a training plan were to move",
+                expected="experts that stay: gradients, and what an optimizer holds of them, would not move with them",
+                fix="save the weights, make a plan with the other placement, and load them",
+                rank=self.group.rank,
+            )
+        return self._changing().moves
 
     @property
     def _here(self) -> PlanState:
@@ -104,6 +116,28 @@ class Plan:
             weights = self._state.joining.empty_weights(wiring)
         selected = rank_weights(wiring, self.group.rank, weights)
         return MoELayer(self, name, selected, shared=shared, adopt=adopt)
+
+    @property
+    def training(self) -> bool:
+        """Whether the weights of its layers are parameters, and calls have a backward."""
+        return self._state.draft.training
+
+    def gradient_divisor(self, replicas: int = 1) -> int:
+        """The number by which gradients of experts are divided to be those of the mean of all ranks' losses.
+
+        Gradients of experts are those of the sum of the losses of this group's ranks; the library never divides. Where
+        `replicas` groups train copies of the same experts, each on tokens of its own, their gradients are summed, too,
+        and the divisor is the number of all ranks. FSDP divides by the size of its own mesh: give it this number,
+        `layer.set_gradient_divide_factor(plan.gradient_divisor(replicas))`.
+        """
+        if not is_size(replicas):
+            raise InputError(
+                f"replicas is {shown(replicas)}",
+                expected="how many groups train copies of these experts, at least 1",
+                fix="pass the size of the mesh dimension over which experts are replicated or sharded by FSDP",
+                rank=self.group.rank,
+            )
+        return self.group.size * replicas
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""
@@ -171,7 +205,7 @@ class Plan:
         between two calls. If a rank is lost during the move, the others keep their placements and raise `PeerLost`.
         `stats` has the pause of each switch.
         """
-        return self._changing().moves.rebalance(placements, threshold=threshold, wait=wait)
+        return self._moves().rebalance(placements, threshold=threshold, wait=wait)
 
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
         """Check the load after every `every` calls of layers, and `rebalance` in the background if it is uneven.
@@ -180,7 +214,7 @@ class Plan:
         was found, the experts that were moved, and the imbalance that the new placement promises. Raises if nothing
         could ever be moved in this plan.
         """
-        self._changing().moves.autobalance(every=every, threshold=threshold)
+        self._moves().autobalance(every=every, threshold=threshold)
 
     def shrink(self, ranks: Sequence[int], *, wait: bool = True) -> Rebalance:
         """Remove ranks from the plan: their experts move to the others, which go on as a smaller group. On CPUs only.
@@ -190,7 +224,7 @@ class Plan:
         A rank that leaves calls layers until `is_done` of the returned move is true, then its `wait`, which closes the
         plan on that rank. The other ranks are renumbered in their order.
         """
-        return self._changing().moves.shrink(ranks, wait=wait)
+        return self._moves().shrink(ranks, wait=wait)
 
     def grow(self, ranks: int | Group, *, seconds: float = READMISSION, wait: bool = True) -> Rebalance:
         """Add this many fresh ranks, numbered behind the present ones, and move experts to them. On CPUs only.
@@ -200,7 +234,7 @@ class Plan:
         With `wait=False` it returns at once, and all ranks switch between two calls. In place of a number, `ranks` may
         be the larger group itself, if the caller has made it.
         """
-        return self._changing().moves.grow(ranks, seconds=seconds, wait=wait)
+        return self._moves().grow(ranks, seconds=seconds, wait=wait)
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """Serve all layers on the ranks that are left after `PeerLost`. Collective over these ranks.
@@ -263,6 +297,7 @@ def plan(
     sms: int | None = None,
     paranoid: bool = False,
     survive: bool = False,
+    training: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
@@ -281,6 +316,9 @@ def plan(
     environment makes every plan paranoid. With `survive`, a call of a layer in which a rank is lost still succeeds:
     the others go on without that rank, and send their rows again. This requires every expert on two ranks, and layers
     with `sum="choices"`.
+
+    In a `training` plan the weights of experts are parameters, and calls with gradients enabled have a backward: one
+    more round trip, in which all ranks take part. Gradients are those of the sum of all ranks' losses.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -309,6 +347,7 @@ def plan(
             max_rows=max_rows,
             sms=sms,
             paranoid=paranoid,
+            training=training,
             device=ranks.device,
         )
         if survive:

@@ -87,7 +87,7 @@ KIND = BugKind(
             "time, without an error.",
             mutate=quantized_twice,
             caught_by=ExpertsCheck(name="rows_are_quantized_once"),
-            says="beyond the bound for nvfp4(global_scale=8.0), rows that arrive so",
+            says="rows that arrive in nvfp4(global_scale=8.0)",
         ),
         KnownBug(
             name="Not quantized at all",

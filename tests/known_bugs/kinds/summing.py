@@ -133,7 +133,7 @@ KIND = BugKind(
             "about 93% to about 80%.",
             mutate=reduced_twice_over_ranks,
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
-            says="the sum of one row from each of the ranks",
+            says="the sum of one row from each rank that it went to",
         ),
         KnownBug(
             name="Never reduced over ranks",
@@ -142,7 +142,7 @@ KIND = BugKind(
             "not sum, neither side does. A token whose experts are all on one rank is still right.",
             mutate=never_reduced_over_ranks,
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
-            says="the sum of one row from each of the ranks",
+            says="the sum of one row from each rank that it went to",
         ),
         KnownBug(
             name="Reduced twice over experts",
@@ -151,7 +151,7 @@ KIND = BugKind(
             "finishes its result. A token with two experts on a rank counts double.",
             mutate=reduced_twice_over_experts,
             caught_by=ExpertsCheck(name="duplicate_choices_count_twice"),
-            says="beyond the bound where all choices name one expert",
+            says="where all choices name one expert",
         ),
         KnownBug(
             name="Routed scaling applied twice",
@@ -183,7 +183,7 @@ KIND = BugKind(
             "of leaving them out is wrong if that memory is NaN, because zero times NaN is NaN.",
             mutate=nan_in_an_unused_slot,
             caught_by=ExpertsCheck(name="rows_for_nobody_are_zero"),
-            says="row 3, for nobody, is [nan, nan, nan, nan]; expected zeros",
+            says="row 3, for no expert, is [nan, nan, nan, nan]; expected zeros",
         ),
     ),
 )

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenyard.experts.fused import paths
 from tokenyard.experts.fused.kernels import (
     arguments,
     decoding,
@@ -36,6 +35,7 @@ from tokenyard.experts.fused.operands import (
     SortedOnDevice,
     launch_options,
 )
+from tokenyard.experts.fused.paths import Path, of_product
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK, TileConfig
 from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import ExpertWeights
@@ -151,9 +151,9 @@ def launch_row_blocks(
     at_a_time = rows_at_a_time(num_rows)
     items = triton.cdiv(num_rows, at_a_time) * triton.cdiv(hidden_size, columns)
     launch(row_blocks.recode_rows, (blocks_for(items, device),),
-        data, scales, data if slots_R is None else slots_R,
-        blocks.payloads["data"], blocks.payloads["scales"], num_rows, data.stride(0), scales.stride(0),
-        H=hidden_size, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
+        data, scales, data if slots_R is None else slots_R, blocks.payloads["data"], blocks.payloads["scales"],
+        None, None, None, num_rows, None, data.stride(0), scales.stride(0),
+        H=hidden_size, TOP_K=None, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
         num_warps=4, **launch_options(early),
     )  # fmt: skip
     return blocks
@@ -168,7 +168,7 @@ def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) 
     code_scales = torch.empty(width // SPLIT_BLOCK, places, device=device)
     columns, at_a_time = min(1024, triton.next_power_of_2(width)), rows_at_a_time(places)
     items = triton.cdiv(places, at_a_time) * triton.cdiv(hidden_size, columns)
-    launch(row_blocks.place_rows, (blocks_for(items, device),),
+    launch(row_blocks.recode_rows, (blocks_for(items, device),),
         data, scales, data if slots_R is None else slots_R, codes, code_scales,
         call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, places, call.sorted.max_tiles,
         data.stride(0), scales.stride(0),
@@ -258,14 +258,14 @@ def _launch_inner(
     alike = x.data.dtype == w.data.dtype
     tma = alike and config.tma and can_use_tma(weights.w13, spec, boxed=call.unit > 0)
     blocks = x.format == w.format == decoding.FP8_BLOCK.value and act.gated
-    path, compute = paths.of_product(config, tma=tma, blocks=blocks), products.inner_tile
-    if path is paths.TMA:
+    path, compute = of_product(config, tma=tma, blocks=blocks), products.inner_tile
+    if path is Path.TMA:
         compute = tma_kernels.tma_inner_tile
         strides = [2 * I * H, H, 2 * H, 1] if act.interleaved else [2 * I * H, I * H, H, 1]
         shape = [w.data.shape[0], 2, I, H]
         descriptors = None, None, TensorDescriptor(w.data, shape, strides, [1, 1, columns, block])
         given = given._replace(data=None)
-    elif path is paths.ROWS_FIRST:
+    elif path is Path.ROWS_FIRST:
         compute = rows_first.rows_first_tile
     else:
         out = out if act.gated or inner.is_numbers else columns
@@ -287,15 +287,15 @@ def _launch_result(call: Launch, weights: ExpertWeights, inner: Inner) -> None:
     out, given = config.out, w.given(weights.b2)
     descriptors: tuple[Any, Any, Any] = (None, None, None)
     tma = inner.is_numbers and config.tma and can_use_tma(weights.w2, spec, boxed=call.unit > 0)
-    path = paths.of_product(config, tma=tma, blocks=not inner.is_numbers)
+    path = of_product(config, tma=tma, blocks=not inner.is_numbers)
     compute = products.result_tile
-    if path is paths.TMA:
+    if path is Path.TMA:
         compute = tma_kernels.tma_result_tile
         most = (config.tile, config.tail or config.tile)
         rows, tail = (TensorDescriptor.from_tensor(inner.data, [many, config.block]) for many in most)
         descriptors = rows, tail, TensorDescriptor.from_tensor(w.data, [1, out, config.block])
         given = given._replace(data=None)
-    elif path is paths.ROWS_FIRST:
+    elif path is Path.ROWS_FIRST:
         compute, out = rows_first.rows_first_result_tile, 2 * SPLIT_BLOCK
     tiles = arguments.Tiles(
         triton.cdiv(spec.hidden_size, out), out, config.tile, config.tail, config.block,

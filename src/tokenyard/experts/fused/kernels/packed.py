@@ -250,7 +250,7 @@ def tile_product(
                 ),
             )
     pointers, columns, acc = (), (), ()
-    # The stride is a multiple of 8; this tells the compiler, so that rows are copied 16 bytes at a time.
+    # The stride is a multiple of 8; this shows it to the compiler, so that rows are copied 16 bytes at a time.
     x_stride = rows.stride // 8 * 8
     for b in gl.static_range(NB):
         t = gl.arange(0, N1 if b else N0, layout=gl.SliceLayout(1, COPY))
@@ -334,7 +334,7 @@ def packed_product(
     count = gl.load(routes.tiles + 2 * routes.max_tiles + tile)
     if tile >= gl.load(routes.how_many):
         return
-    if EARLY:  # not before a block without a tile has ended, because nobody waits for its item
+    if EARLY:  # not before a block without a tile has ended, because no kernel waits for its item
         depends("launch_dependents")
     counter = routes.tiles + tile_counter(routes, tile)
     WIDTH: gl.constexpr = PRODUCT.width
