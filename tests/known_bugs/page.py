@@ -62,11 +62,7 @@ def section(bug, finding):
 
 {bug.story}{seen}
 
-Caught by {bug.caught_by}:
-
-```text title="finding"
-{said}
-```
+Caught by {bug.caught_by}: “{said}”
 """
 
 
