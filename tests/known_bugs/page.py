@@ -12,18 +12,10 @@ from tests.known_bugs.catalog import KINDS, KNOWN_BUGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "known-bugs.md"
 
-_REPORTS = {
-    "#39717": "39717-a-workspace-for-one-format",
-    "#42976": "42976-a-workspace-for-the-first-layer",
-    "#39315": "39315-a-kernel-that-returns-something-else",
-    "#40960": "40960-who-quantizes-and-how-wide-is-a-row",
-    "#41382": "41382-reduced-twice",
-}
-
 _INTRODUCTION = """\
 # Known bugs, and what catches them
 
-{count} bugs of expert-parallel layers. Some have a report, with a number; the others are mistakes that are easy to
+{count} bugs of expert-parallel layers. Some have a report, with a number ([five of them](reports.md) in detail); the others are mistakes that are easy to
 make. With each of them a plain layer on two ranks runs as if nothing were wrong.
 
 Each bug is put into tokenyard's own code as a *mutant*, a patch of a function that every layer runs through
@@ -56,7 +48,7 @@ def frame(sections):
 def section(bug, finding):
     """What the page says of one bug."""
     said = re.sub(r"; (expected|fix:) .*", "", str(finding), flags=re.DOTALL)  # only what was found
-    seen = f" Seen in {_linked(bug.seen)}." if bug.seen else ""
+    seen = f" Seen in {bug.seen}." if bug.seen else ""
     return f"""\
 ### {bug.name}
 
@@ -64,13 +56,6 @@ def section(bug, finding):
 
 Caught by {bug.caught_by}: “{said}”
 """
-
-
-def _linked(seen):
-    def link(found):
-        return f"[{found[0]}](reports.md#{_REPORTS[found[1]]})"
-
-    return re.sub(r"vLLM (#\d+)", link, seen)
 
 
 def comparable(text):
