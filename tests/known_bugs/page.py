@@ -15,8 +15,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "known-bugs.md"
 _INTRODUCTION = """\
 # Known bugs, and what catches them
 
-{count} bugs of expert-parallel layers. Some have a report, with a number ([five of them](reports.md) in detail); the others are mistakes that are easy to
-make. With each of them a plain layer on two ranks runs as if nothing were wrong.
+{count} bugs of expert-parallel layers. Some have a report, with a number ([five of them](reports.md) in detail);
+the others are mistakes that are easy to make. With each of them a plain layer on two ranks runs as if nothing were
+wrong.
 
 Each bug is put into tokenyard's own code as a *mutant*, a patch of a function that every layer runs through
 (`tests/known_bugs/kinds` has the patches). A mutant must first be **alive**: a bf16 layer runs with it on two
