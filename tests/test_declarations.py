@@ -104,7 +104,7 @@ LIMITS = {
 # What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
 PROTOCOL = {
     "version.PROTOCOL": 5,
-    "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
+    "exchange.announcement.ANNOUNCEMENT_BYTES": 520,
     "exchange.announcement._NUMBERS": 10,
     "exchange.integrity.checksums._TOKEN_BITS": 32,
     "exchange.integrity.checksums._WORD": 8,
@@ -265,7 +265,7 @@ DECLARED = {
         "trains": ("cpu",),
     },
     SelfRoutingExperts: {"counts_duties": True, "any_strides": False, "routes_itself": True},
-    Layout: {"numbers": {}, "beside": (), "constants": {}, "fused": False},
+    Layout: {"numbers": {}, "constants": {}, "fused": False},
     PlainLayout: {"fused": False, "transposed": False},
     GptOssMxfp4: {"fused": True},
     DeepSeekFp8: {"fused": False},
@@ -306,7 +306,6 @@ DECLARED = {
         "batch_invariant": False,
         "trains": False,
     },
-    RoundTrip: {"takes_slots": False},
     Batch: {"ahead": False, "takes_slots": False},
     ResultNumbers: {"per_token": 1, "with_source": False},
     CombineBuffer: {"is_watched": False},
@@ -356,7 +355,7 @@ LEFT_OUT = {
         "training": False,
         "device": None,
     },
-    plan_draft: {"survive": False},
+    plan_draft: {"survive": False, "made_group": False},
     agree_on_draft: {"survive": False},
     draft_ignoring_env: {
         "max_tokens": None,
@@ -365,7 +364,7 @@ LEFT_OUT = {
         "renormalize_dropped": False,
         "training": False,
     },
-    Plan: {"survive": False},
+    Plan: {"survive": False, "made_group": False},
     Plan.shrink: {"wait": True},
     Plan.grow: {"seconds": 60.0, "wait": True},
     Plan.go_on_without: {"renormalize": False},

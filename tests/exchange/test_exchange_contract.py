@@ -263,7 +263,7 @@ def modes(group, exchange, paranoid, planned_in_inference_mode):
     layer = spec(experts="reference")
     with torch.inference_mode(planned_in_inference_mode):
         plan = ty.plan([layer], group, exchange=exchange, paranoid=paranoid)
-        built = build(plan, "moe")
+        built = build(plan, "moe").eval()  # in training mode, a call with gradients is refused
     x_TH, routes = batch(layer, 5, seed=group.rank)
     wanting = dataclasses.replace(routes, topk_weights_TK=routes.topk_weights_TK.clone().requires_grad_())
     results = []
@@ -294,7 +294,7 @@ class Trained(EXPERTS["reference"]):
 def remembered(group, exchange, experts):
     layer = spec(experts=experts)
     plan = ty.plan([layer], group, exchange=exchange)
-    built, alive = build(plan, "moe"), []
+    built, alive = build(plan, "moe").eval(), []
     for seed in range(3):
         x_TH, routes = batch(layer, 5, seed=seed)
         weights_TK = routes.topk_weights_TK.clone().requires_grad_()

@@ -235,7 +235,7 @@ def test_several_ranks_may_share_a_launch(whole):
     yard.launchers[0].place(yard.dispatch_slots, torch.cat(results), dense=False)
     assert yard.same_regions("combine")
     out_TH = torch.empty(9, 8, dtype=torch.bfloat16)
-    yard.launchers[0].combine(yard.dispatch_slots, slots_TW, None, out_TH, waits=False)
+    yard.launchers[0].sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=False, waits=False)
     expected = [yard.pulled_by_twin(rank, batch.ids_TK) for rank, batch in enumerate(batches)]
     assert same_bits(out_TH, torch.cat(expected))
 
@@ -561,12 +561,15 @@ def test_a_round_that_failed_comes_home_as_nan():
     yard.words(0)[STATUS] = int(Trouble.FAILED)
     for placed in (torch.zeros(2, 4), None):
         out_TH = torch.zeros(2, 4, dtype=torch.bfloat16)
-        yard.launchers[0].combine(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), placed, out_TH)
+        if placed is not None:
+            yard.launchers[0].place(yard.dispatch_slots, placed, dense=True)
+        slots_TW, just_placed = slots_twin(spec, batch.ids_TK, 0), placed is not None
+        yard.launchers[0].sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=just_placed)
         assert bool(out_TH.isnan().all())
     assert yard.words(0)[COMBINED] == 0
     assert yard.flags(0, phase=1).tolist() == [0]
     yard.words(0)[STATUS] = int(Trouble.BAD_IDS)  # which ends nothing
-    yard.launchers[0].combine(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), None, out_TH)
+    yard.launchers[0].sum(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), out_TH, just_placed=False)
     assert not bool(out_TH.isnan().any())
     assert yard.words(0)[COMBINED] == 1
 
@@ -583,7 +586,9 @@ def test_a_small_combine_meets_the_others_itself():
             launcher.place(yard.dispatch_slots, rows_RH, dense=True)
         yard.launchers[0].signal_and_wait(yard.dispatch_slots.layer, Phase.COMBINE, waits=False)
         out_TH = torch.empty(2, 4)
-        yard.launchers[1].combine(yard.dispatch_slots, slots_twin(spec, batches[1].ids_TK, 1), None, out_TH)
+        yard.launchers[1].sum(
+            yard.dispatch_slots, slots_twin(spec, batches[1].ids_TK, 1), out_TH, just_placed=False
+        )
         assert same_bits(out_TH, yard.pulled_by_twin(1, batches[1].ids_TK))
         assert yard.words(1)[COMBINED] == turn + 1
         assert (

@@ -278,7 +278,7 @@ def _check(
         name = tensor_name(layer.name, expert, projection, piece.suffix)
         raise found.error(
             f"tensor {name!r} is missing",
-            expected=f"it beside the other tensors of {layer.layout} experts",
+            expected=f"it with the other tensors of {layer.layout} experts",
             fix="check that all files of the checkpoint are there",
             tensor=name,
         )

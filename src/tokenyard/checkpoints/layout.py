@@ -63,7 +63,7 @@ class Layout(ABC):
     tensors: ClassVar[Mapping[str, Stored]]
     # Tensors that hold one number for a whole linear map, by the payload that each becomes.
     numbers: ClassVar[Mapping[str, Piece]] = {}
-    # Suffixes of tensors that files may hold beside the weights and that are not read, such as scales of activations.
+    # Suffixes of tensors that files may hold and that are not read, such as scales of activations.
     unread: ClassVar[tuple[str, ...]] = ()
     # Tensors of a linear map that are written and not read.
     written: ClassVar[tuple[Piece, ...]] = ()

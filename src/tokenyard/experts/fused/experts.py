@@ -6,10 +6,10 @@ Rows are read by index out of the receive buffer, in the format in which they tr
 are decoded in registers; results are written to the combine region if the exchange offers one. The host reads no value
 from the device, so a CUDA graph can capture all of it, and no kernel is compiled for a certain number of rows.
 
-Memory beside the weights: for each of up to R · K pairs, I numbers of 16 bits between the products, and H numbers for
-the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` does. If the weights are in
-blocks of e4m3, the 16 bits hold two e4m3 numbers, and 128 columns share a scale (`kernels.fp8_split`); with an inner
-format they are 8 bits, one e4m3 code.
+Memory in addition to the weights: for each of up to R · K pairs, I numbers of 16 bits between the products, and H
+numbers for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` does. If the
+weights are in blocks of e4m3, the 16 bits hold two e4m3 numbers, and 128 columns share a scale (`kernels.fp8_split`);
+with an inner format they are 8 bits, one e4m3 code.
 
 **How weights are held** is said in `kernel_weights`. If mxfp8 weights became blocks of e4m3, rows of mxfp8 are recoded
 by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
