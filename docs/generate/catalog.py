@@ -121,7 +121,7 @@ PAGES = (
         title="Exchanges",
         about="What moves rows between ranks. A layer calls them; programs that overlap batches, or bring an exchange "
         "of their own, do so too. The guides are [Exchanges](../guide/exchanges.md) and "
-        "[Batches in flight](../guide/in-flight.md).",
+        "[Computing while rows travel](../guide/overlap.md).",
         names={
             "tokenyard.exchange": (
                 *("EXCHANGES", "ALIASES", "resolve", "Exchange", "ExchangeSpec", "RoundTrip"),
