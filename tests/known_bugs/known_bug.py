@@ -12,6 +12,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.runner import DEADLINE
 from tokenyard.conformance.suites import check_exchange, check_experts, check_format
 
 # -- What catches a mutant -----------------------------------------------------------------------------------
@@ -24,10 +25,13 @@ class ExchangeCheck:
     name: str
     exchange: str = "one_sided"
     world: int = 4
+    deadline: float = DEADLINE  # seconds; fewer where the mutant makes ranks wait for the whole of it
 
     def finding(self):
         """What it finds; None, if all is well."""
-        (result,) = check_exchange(self.exchange, world=self.world, rounds=10, only=[self.name])
+        (result,) = check_exchange(
+            self.exchange, world=self.world, rounds=10, only=[self.name], deadline=self.deadline
+        )
         return result.finding
 
     def __str__(self):
