@@ -2,8 +2,8 @@
 
 The gradients are those of `(dy · layer(x)).sum()` over the tokens of all ranks. Beside each stands its *size*: the same
 sums with all terms positive, where an activation's slope is replaced by the most that it may be. Each step of a
-backward rounds once, so that an element is off by at most `_ROUNDINGS` half units of its size. Elements do not all round
-the same way: the norm of the error is held to a quarter of that. Another formula, or a factor of two, is outside.
+backward rounds once, so that an element is off by at most `_ROUNDINGS` half units of its size. Elements do not all
+round the same way: the norm of the error is held to a quarter of that. Another formula, or a factor of two, is outside.
 """
 
 from __future__ import annotations
