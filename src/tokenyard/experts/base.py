@@ -34,7 +34,6 @@ from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import ScaleLayout, dtype_name
 from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows, describe
 
-
 # The further payload with the numbers of tokens (`LayerSpec.token_numbers`), by which experts order their rows.
 TOKEN_NUMBERS = "token_numbers"
 
