@@ -1,7 +1,7 @@
 """Checks of how a class of experts differentiates: its gradients within the bound, and what it must not touch or lose.
 
-Each check runs a layer of a training plan on one rank. Experts that do not declare that they train on the device are not
-asked.
+Each check runs a layer of a training plan on one rank. Experts that do not declare that they train on the device are
+not asked.
 """
 
 from __future__ import annotations

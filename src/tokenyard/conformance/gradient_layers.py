@@ -1,4 +1,4 @@
-"""A layer under test in training: steps of all ranks, the gradients that are due, and those of one rank with all tokens.
+"""A layer under test in training: steps of all ranks, and the gradients that are due.
 
 Every rank draws the batches of all ranks, so that it can compute what must come of them by itself.
 """
@@ -143,7 +143,7 @@ class TrainedLayer:
 
 
 def run_step(made: MoELayer, step: Step) -> Found:
-    """Call a layer, go back through it, and return its result and all gradients; raises a finding where one is missing."""
+    """A call of a layer and its backward: its result and all gradients. One that is missing is a finding."""
     made.zero_grad()
     x_TH = step.x_TH.clone().requires_grad_()
     weights_TK = step.routes.topk_weights_TK.clone().requires_grad_()

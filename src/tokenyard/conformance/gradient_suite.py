@@ -1,8 +1,8 @@
 """Checks of how an exchange carries gradients: the checks of `exchange_suite`, for the way back of a step.
 
-Gradients are those of the sum of all ranks' losses. They are compared with the float64 oracle, and bit for bit with those
-of one rank that holds all experts and all tokens: with `sum="choices"` they do not depend on ranks or exchanges. An
-exchange that does not declare that it trains is not asked.
+Gradients are those of the sum of all ranks' losses. They are compared with the float64 oracle, and bit for bit with
+those of one rank that holds all experts and all tokens: with `sum="choices"` they do not depend on ranks or exchanges.
+An exchange that does not declare that it carries gradients is not asked.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ EXCHANGE_GRADIENT_CHECKS = checks_of(gradient_suite, parameters=["trial"])
 EXCHANGE_CHECKS = checks_of(*_EXCHANGE_MODULES, parameters=["trial"]) | EXCHANGE_GRADIENT_CHECKS
 FORMAT_CHECKS = checks_of(format_suite, format_data, parameters=["format"])
 EXPERTS_GRADIENT_CHECKS = checks_of(gradient_experts, parameters=["cls", "device"])
-EXPERTS_CHECKS = checks_of(experts_suite, experts_uses, parameters=["cls", "device"]) | EXPERTS_GRADIENT_CHECKS
+EXPERTS_CHECKS = (
+    checks_of(experts_suite, experts_uses, parameters=["cls", "device"]) | EXPERTS_GRADIENT_CHECKS
+)
 
 
 @dataclass(frozen=True, kw_only=True)

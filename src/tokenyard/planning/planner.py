@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tokenyard.errors import InputError, shown
 from tokenyard.exchange import Exchange, Transport
@@ -28,6 +30,7 @@ from tokenyard.group.own_process import not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
+from tokenyard.planning.sharding import check_shards
 from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.state import PlanState
 from tokenyard.planning.wiring import Wiring
@@ -43,6 +46,9 @@ _log = logging.getLogger("tokenyard")
 
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
+
+    # The mesh over which the weights of experts are sharded, as DTensors; None: they are tensors of this rank alone.
+    mesh: DeviceMesh | None = None
 
     def __init__(
         self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False, made_group: bool = False
@@ -306,7 +312,8 @@ def plan(
     with `sum="choices"`.
 
     In a `training` plan the weights of experts are parameters, and calls with gradients enabled have a backward: one
-    more round trip, in which all ranks take part. Gradients are those of the sum of all ranks' losses.
+    more round trip, in which all ranks take part. Gradients are those of the sum of all ranks' losses. If `group` is a
+    `DeviceMesh`, the parameters are DTensors that are sharded over it, else plain ones of this rank's experts.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -324,6 +331,7 @@ def plan(
       all layers share 7.4 KB a rank (largest out 3.3 KB + largest back 4.1 KB)
     """
     ranks = as_group(group)
+    mesh = group if training and isinstance(group, DeviceMesh) else None
 
     def make() -> Draft:
         made = draft(
@@ -342,9 +350,14 @@ def plan(
             from tokenyard.elastic.surviving import check_survives
 
             check_survives(made, ranks.device)
+        if mesh is not None:
+            check_shards(made, ranks.device)
+            made = replace(made, dtensors=True)
         return made
 
-    return plan_draft(make, ranks, survive=survive, made_group=ranks is not group)
+    agreed = plan_draft(make, ranks, survive=survive, made_group=ranks is not group)
+    agreed.mesh = mesh
+    return agreed
 
 
 def plan_draft(
