@@ -1,8 +1,8 @@
 """Weights of experts as DTensors on the mesh of their ranks, as trainers of several meshes want them.
 
 A plan that is given a `DeviceMesh` has them: FSDP over another dimension of the mesh, optimizers, the norm of
-gradients and distributed checkpoints then know that the experts of a rank are a part of a tensor `[E, …]`. What computes takes the
-rank's own part (`local_part`). A plan that is given a group has plain parameters `[L, …]`.
+gradients and distributed checkpoints then know that the experts of a rank are a part of a tensor `[E, …]`. What
+computes takes the rank's own part (`local_part`). A plan that is given a group has plain parameters `[L, …]`.
 """
 
 from __future__ import annotations

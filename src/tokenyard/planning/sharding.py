@@ -1,8 +1,8 @@
 """What a training plan on a `DeviceMesh` must have so that the weights of its experts can be DTensors.
 
 A DTensor that is sharded over dimension 0 has ⌈E / W⌉ experts on each rank, in the order of their ids, and fewer
-or none on the last ranks. Where torch looks for an expert of a DTensor, in a checkpoint, say, follows from that alone. With
-experts elsewhere it would be loaded wrongly, without an error.
+or none on the last ranks. Where torch looks for an expert of a DTensor, in a checkpoint, say, follows from that alone.
+With experts elsewhere it would be loaded wrongly, without an error.
 """
 
 from __future__ import annotations
