@@ -19,9 +19,7 @@ from tokenyard.formats.base import EncodedRows, Payload
 from tokenyard.rows import LocalRoutes
 
 
-def with_returns(
-    arrival: Arrival, encoded: EncodedRows | None, returns: Mapping[str, Tensor]
-) -> EncodedRows:
+def with_returns(arrival: Arrival, encoded: EncodedRows | None, returns: Mapping[str, Tensor]) -> EncodedRows:
     """Results with the payloads that the spec declares; `returns` has a row for each choice of the received rows."""
     spec = arrival.spec
     declared = [payload.name for payload in spec.returns]
