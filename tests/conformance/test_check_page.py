@@ -69,7 +69,7 @@ def test_the_example_passes(tmp_path):
     assert code == 0
     for line in told("--cases 48"):
         assert line in out
-    assert "48 of 48 cases and 172 of 172 checks passed" in out
+    assert "48 of 48 cases and 208 of 208 checks passed" in out
 
 
 def test_a_broken_exchange_is_reported_as_the_page_says(tmp_path):

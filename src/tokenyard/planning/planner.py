@@ -343,7 +343,7 @@ def plan(
       all layers share 7.4 KB a rank (largest out 3.3 KB + largest back 4.1 KB)
     """
     ranks = as_group(group)
-    mesh = group if training and isinstance(group, DeviceMesh) else None
+    mesh = mesh_of(group) if training else None
 
     def make() -> Draft:
         made = draft(
@@ -362,27 +362,37 @@ def plan(
             from tokenyard.elastic.surviving import check_survives
 
             check_survives(made, ranks.device)
-        if mesh is not None:
-            check_shards(made, ranks.device)
-            made = replace(made, dtensors=True)
         return made
 
-    agreed = plan_draft(make, ranks, survive=survive, made_group=ranks is not group)
-    agreed.mesh = mesh
-    return agreed
+    return plan_draft(make, ranks, survive=survive, made_group=ranks is not group, mesh=mesh)
 
 
 def plan_draft(
-    make: Callable[[], Draft], group: Group, *, survive: bool = False, made_group: bool = False
+    make: Callable[[], Draft],
+    group: Group,
+    *,
+    survive: bool = False,
+    made_group: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Plan:
     """The plan of a draft that each rank makes by calling `make`, once all ranks agree on it. Collective.
 
-    `made_group`: the group was made for this plan, and is closed with it, or now if no plan comes of it.
+    `made_group`: the group was made for this plan, and is closed with it, or now if no plan comes of it. `mesh`: the
+    mesh over which the weights of a training plan are DTensors.
     """
+
+    def draft_on_mesh() -> Draft:
+        drafted = make()
+        if mesh is None:
+            return drafted
+        check_shards(drafted, group.device)
+        return replace(drafted, dtensors=True)
+
     try:
-        agreed, number = agree_on_draft(group, make, survive=survive)
+        agreed, number = agree_on_draft(group, draft_on_mesh, survive=survive)
         plan_id = make_plan_id(agreed, number)
         made = Plan(agreed, group, plan_id, survive=survive, made_group=made_group)
+        made.mesh = mesh
     except BaseException:
         if made_group:
             group.close()
@@ -390,6 +400,11 @@ def plan_draft(
     if group.rank == 0:
         _log.info("%s", made)
     return made
+
+
+def mesh_of(group: GroupLike) -> DeviceMesh | None:
+    """What a plan is given as a group, if it is a mesh: the weights of a training plan are DTensors on it."""
+    return group if isinstance(group, DeviceMesh) else None
 
 
 def wiring_in(plan: object, layer: str) -> Wiring:
