@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError
+from tokenyard.formats import QuantizedMatrix
 from tokenyard.group import Group
 from tokenyard.integrations.transformers.expert_modules import FIELDS, ExpertModule
 from tokenyard.routing import Placement
@@ -42,12 +43,14 @@ def plain_state_dict(model: Any, experts: Sequence[ShardedExperts], group: Group
         if not name.startswith(prefixes):
             whole = _whole(tensor.detach())
             if keeps:
-                state[name] = whole.cpu()
+                state[name] = whole.to("cpu", copy=True)  # as those of experts: later steps do not change it
     for one in experts:
         placement = one.layer.wiring.exchange_spec.placement
         for field in one.layer.experts.spec.shapes():
-            held = getattr(one.layer.experts, field, None)
-            if held is None:
+            held: Any = getattr(one.layer.experts, field, None)
+            if not hasattr(held, "full_tensor"):  # kernels may hold weights in a form of their own
+                held = one.layer.experts.weights.parts()[field]
+            if isinstance(held, QuantizedMatrix):
                 raise InputError(
                     f"the experts are {one.layer.wiring.spec.weights}",
                     expected="plain weights: a state dict of Transformers holds no quantized ones",
