@@ -181,6 +181,7 @@ DECLARED = {
         "most_terms": None,
         "most_ranks": None,
         "devices": ("cpu", "cuda"),
+        "carries_gradients": ("cpu",),
     },
     HierarchicalTransport: {
         "carries_logits": False,
@@ -217,7 +218,6 @@ DECLARED = {
     SharedMemoryTransport: {
         "name": "one_sided",
         "looks_up_ids": False,
-        "carries_gradients": ("cpu",),
         "carries_logits": False,
         "waits_in_sum": False,
         "bounds_rows": True,

@@ -1,4 +1,4 @@
-"""How trainers use a layer: checkpointing, accumulation, several layers, frozen parts, mixed precision, parts of a batch."""
+"""How trainers use a layer: checkpointing, accumulation, frozen parts, mixed precision, parts of a batch."""
 
 from dataclasses import replace
 
@@ -96,7 +96,7 @@ def test_two_backwards_give_twice_the_gradients(times):
 
 
 def frozen(group, what):
-    plan, layer = CASE.make(group)
+    _, layer = CASE.make(group)
     x_TH, routes, _, dy_TH = CASE.inputs(group)
     if what == "experts" or (what == "everything on rank 0" and group.rank == 0):
         layer.requires_grad_(False)

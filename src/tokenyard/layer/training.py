@@ -253,7 +253,7 @@ class _Node(torch.autograd.Function):
         return made.y_TH
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         layer: MoELayer = ctx.layer
         try:
@@ -296,7 +296,7 @@ class _Backward:
         self._ids_TK, self._weights_TK = next(tensors), next(tensors).detach()
         self._x_TH = next(tensors).detach() if ctx.keeps_nothing else None
         named = {name: next(tensors).detach() for name in ctx.names}
-        self._weights = ExpertWeights(**named)
+        self._weights = ExpertWeights(**named)  # type: ignore[arg-type]
         self._passes = [one.again(tensors) for one in ctx.passes]
         self._scaled_by = ctx.scaled_by
         wants = dict(zip(ctx.names, ctx.needs_input_grad[4 + ctx.num_terms :], strict=True))

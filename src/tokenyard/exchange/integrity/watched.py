@@ -324,6 +324,9 @@ class _RelayedRows(ResultsAtHome):
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return self.home.by_rank()
 
+    def placed(self, payload: Payload) -> Tensor:
+        return self.home.placed(payload)
+
 
 def _opened(
     home: RowsAtHome, round: int, results_by_rank: Sequence[Tensor], numbers: ResultNumbers

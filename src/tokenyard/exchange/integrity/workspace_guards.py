@@ -169,7 +169,8 @@ class WorkspaceGuards:
                 token=token,
                 place="combine",
             )
-        slots[CHECKSUMS][slots_R] = make(arrival, spec.results({payload.name: rows_RH}))
+        beside = {payload.name: slots[payload.name][slots_R] for payload in spec.returned}
+        slots[CHECKSUMS][slots_R] = make(arrival, spec.results({payload.name: rows_RH, **beside}))
 
     # -- Checks --------------------------------------------------------------------------------------------
 
