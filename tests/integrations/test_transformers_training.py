@@ -25,7 +25,7 @@ def _made(family):
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model.config.output_router_logits = True
-    model.config.router_aux_loss_coef = 0.1
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.1
     return model
 
 
@@ -71,7 +71,6 @@ def sharded_step(group, source, family="qwen3_moe"):
     else:
         sharded = load_sharded(source, group, dtype=torch.float32, max_tokens=32, training=True)
         sharded.model.train()
-        sharded.model.config.router_aux_loss_coef = 0.1
     loss, aux, _ = loss_of(sharded.model, batch(group.rank))
     loss.backward()
     sum_dense(sharded, group)

@@ -32,8 +32,8 @@ first be **alive**: a bf16 layer runs with it on two ranks, through `two_sided` 
 returns finite numbers. It would ship. Then it must be **killed**, by the one check that is named for it: an error
 that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your own as well. What an error
 catches, a check of the suites catches, too, but for one bug that needs a GPU: `tokenyard check` finds all others, by
-name. The same check finds nothing without the mutant. `tests/known_bugs` does all of this in every run of the tests,
-and a mutant that survives is a failing test.
+name, and tests find those in what trainers compute beside the layer. The same check finds nothing without the mutant.
+`tests/known_bugs` does all of this in every run of the tests, and a mutant that survives is a failing test.
 
 | bug | caught by |
 | --- | --- |
@@ -101,7 +101,7 @@ def _linked(seen):
 
 def comparable(text):
     """What may differ from run to run: how products of matrices round, and the round in which a late rank is late."""
-    return re.sub(r"round \d+", "round 0", re.sub(r"\d+\.\d+(e-?\d+)?", "0.0", text))
+    return re.sub(r"round \d+", "round 0", re.sub(r"\d+\.\d+(e[-+]?\d+)?", "0.0", text))
 
 
 def main():

@@ -11,7 +11,7 @@ ranks.
 """
 
 from tokenyard.training.balance import BatchLoad, balance_loss, batch_load, update_bias, z_loss
-from tokenyard.training.gradient_norm import clip_gradients, gradient_norm
+from tokenyard.training.clipping import clip_gradients, gradient_norm
 
 __all__ = [
     "BatchLoad",

@@ -5,9 +5,8 @@ import dataclasses
 import torch
 
 from tests.conformance.mutants.changing import Changed, ChangesReceived, ChangesResults
-from tokenyard.exchange import Announcement, Exchange, Pending, RoundTrip
+from tokenyard.exchange import Pending, RoundTrip
 from tokenyard.experts import ReferenceExperts
-from tokenyard.formats import Mxfp8
 from tokenyard.layer import training
 from tokenyard.rows import LocalRoutes
 
@@ -207,44 +206,6 @@ class ForgetsNobodyInBackward(ChangesReceived):
 # -- The layer's own backward ----------------------------------------------------------------------------------
 
 
-def divides_by_the_ranks(patch):
-    """Gradients of experts are means over the ranks."""
-    right = training._Backward.run
-
-    def run(self, dy_TH):
-        dx_TH, dweights_TK, sums = right(self, dy_TH)
-        return dx_TH, dweights_TK, {name: total / self._layer.plan.group.size for name, total in sums.items()}
-
-    patch.setattr(training._Backward, "run", run)
-
-
-def quantizes_gradients(patch):
-    """Gradients go through the layer's quantizing wire as rows do."""
-    right = Exchange.encode
-
-    def encode(self, spec, x_TH):
-        x_TH = Mxfp8().encode(x_TH).decode(x_TH.dtype) if spec.of_gradients else x_TH
-        return right(self, spec, x_TH)
-
-    patch.setattr(Exchange, "encode", encode)
-
-
-def forgets_which_forward(patch):
-    """Announcements say layer, phase and round, and nothing of a forward."""
-    right = Announcement.place.fget
-    patch.setattr(Announcement, "place", property(lambda self: (*right(self)[:-1], 0)))
-
-
-def compares_no_routes(patch):
-    """A forward that is computed again may route otherwise."""
-    patch.setattr(training, "_checksum", lambda ids_TK: 0)
-
-
-def counts_recomputations(patch):
-    """A forward that is computed again counts as a forward."""
-    patch.setattr(training, "is_recomputed", lambda: False)
-
-
 def keeps_every_tape(patch):
     right, kept = training.Tape.attach, []
 
@@ -285,18 +246,6 @@ def keeps_errors_of_backwards(patch):
     patch.setattr(training._Node, "backward", staticmethod(backward))
 
 
-def makes_no_node_for_frozen_ranks(patch):
-    """The anchor requires a gradient only if something else does."""
-    right = training.Tape.attach
-
-    def attach(self, trip, call, y_TH):
-        inputs, weights = call.inputs, self.weights.parts().values()
-        trained = inputs.x_TH.requires_grad or any(weight.requires_grad for weight in weights)
-        return right(self, trip, call, y_TH) if trained else y_TH
-
-    patch.setattr(training.Tape, "attach", attach)
-
-
 def computes_otherwise_under_grad(patch):
     """The forward that keeps something is another one than that of inference."""
     right = training.Tape.attach
@@ -305,17 +254,6 @@ def computes_otherwise_under_grad(patch):
         return right(self, trip, call, y_TH * (1 + 2.0**-20))
 
     patch.setattr(training.Tape, "attach", attach)
-
-
-def multiplies_nobody_by_zero(patch):
-    """The gradient of a weight beside -1 is that weight times zero, which may be NaN."""
-    right = training._Backward.run
-
-    def run(self, dy_TH):
-        dx_TH, dweights_TK, sums = right(self, dy_TH)
-        return dx_TH, dweights_TK + 0.0 * self._weights_TK, sums
-
-    patch.setattr(training._Backward, "run", run)
 
 
 def scales_gradients_in_place(patch):
