@@ -91,13 +91,13 @@ def kernel_returns_a_tuple(patch):
 def nan_in_an_unused_slot(patch):
     right = grouped.sort_pairs
 
-    def sort_pairs(routes, num_local_experts):
+    def sort_pairs(routes, num_local_experts, token_numbers=None):
         there_RK = routes.ids_RK >= 0
         everybody = LocalRoutes(
             ids_RK=routes.ids_RK.clamp(min=0),
             weights_RK=routes.weights_RK * there_RK,  # zero times anything is zero
         )
-        return right(everybody, num_local_experts)
+        return right(everybody, num_local_experts, token_numbers)
 
     patch.setattr(grouped, "sort_pairs", sort_pairs)
 
