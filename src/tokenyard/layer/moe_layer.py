@@ -33,12 +33,12 @@ from tokenyard.layer.building import LocalIds, build_experts, built_for, check_f
 from tokenyard.layer.call import Call, Inputs, SharedExpertsCall, check_rows, route, run_experts
 from tokenyard.layer.compiled import (
     call_operator,
-    call_trained,
     outside_of_the_graph,
     refuse_gradients,
     refuse_training,
     register,
 )
+from tokenyard.layer.compiled_training import call_trained
 from tokenyard.layer.pending import PendingBatch
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.layer_kernels import load_kernels
@@ -162,9 +162,9 @@ class MoELayer(nn.Module):
         """
         inputs = Inputs(x_TH, routes_or_logits, payloads, out, add, token_numbers)
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
-            if self._wiring.gradients is not None:
+            if self._wiring.gradients is not None and torch.is_grad_enabled():
                 return call_trained(self, inputs)
-            return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
+            return call_operator(self, x_TH, routes_or_logits, inputs.extra or {}, out, add)
         return self._forward(inputs)
 
     def _forward(self, inputs: Inputs) -> Tensor:
@@ -180,7 +180,7 @@ class MoELayer(nn.Module):
 
     def _call(self, inputs: Inputs) -> Tensor:
         shared = None
-        if self.shared is not None:
+        if self.shared is not None and inputs.terms is None:
             shared = SharedExpertsCall(self.shared, self.plan.group, self.name)
         with shared or NO_CONTEXT, self._begin() as trip:  # an error on one rank reaches all
             call = self._depart(trip, inputs, shared, ahead=shared is not None and not shared.in_thread)
@@ -217,6 +217,7 @@ class MoELayer(nn.Module):
         elif torch.is_grad_enabled():
             refuse_training(self, inputs)
         terms: list[Tensor | Background[Tensor]] = [] if inputs.add is None else [inputs.add]
+        terms = terms if inputs.terms is None else list(inputs.terms)
         audit = Audit(wiring) if wiring.exchange_spec.checksummed else None
         call = Call(wiring, inputs, terms, audit, tape)
         with call.recording():  # a paranoid plan counts every duty
