@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,7 +21,7 @@ def hold_as_dtensors(experts: Experts, mesh: DeviceMesh, num_experts: int) -> No
     """Make the parameters of a rank's experts DTensors that are sharded over the mesh."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         local = parameter.detach()
-        shape = (num_experts, *local.shape[1:])
+        shape = torch.Size((num_experts, *local.shape[1:]))
         made: Any = DTensor.from_local(
             local,
             mesh,

@@ -213,7 +213,7 @@ class Tape:
 def _local_weights(layer: MoELayer) -> ExpertWeights:
     """The weights of this rank's experts, with the graph that leads to the parameters."""
     names = layer.experts.spec.shapes()
-    return ExpertWeights(**{name: local_part(getattr(layer.experts, name)) for name in names})
+    return ExpertWeights(**{name: local_part(getattr(layer.experts, name)) for name in names})  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
