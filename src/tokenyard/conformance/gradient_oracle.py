@@ -77,9 +77,12 @@ def exact_gradients(
             size["rows_TH"].index_add_(0, token_N, found["rows"])
             size["weights_TK"][token_N, choice_N] += found["weights"]
     inputs = {"rows_TH": x_TH, "weights_TK": weights_TK, **wide}
-    exact = torch.autograd.grad(
-        (y_TH * dy_TH).sum(), list(inputs.values()), materialize_grads=True, allow_unused=True
-    )
+    exact = [torch.zeros_like(given) for given in inputs.values()]
+    if y_TH.requires_grad:  # some token has an expert
+        found = torch.autograd.grad((y_TH * dy_TH).sum(), list(inputs.values()), allow_unused=True)
+        exact = [
+            zeros if gradient is None else gradient for zeros, gradient in zip(exact, found, strict=True)
+        ]
     return Gradients(**dict(zip(inputs, exact, strict=True))), Gradients(**size)
 
 
