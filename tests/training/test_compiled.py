@@ -1,4 +1,4 @@
-"""Layers of a training plan under `torch.compile`: one graph, the bits of eager gradients, and nothing that stays behind."""
+"""Layers of a training plan under `torch.compile`: one graph, the bits of eager gradients, and nothing stays behind."""
 
 import gc
 
@@ -60,6 +60,14 @@ def trained_twice(group, backend, call):
     return found, held
 
 
+def test_a_compiled_step_has_the_bits_of_an_eager_one():
+    ((eager, _),) = on_ranks(1, trained_twice, None, "plain")
+    ((found, held),) = on_ranks(1, trained_twice, "aot_eager", "plain", deadline=120.0)
+    assert differing(eager, found) == []
+    assert held[-1] <= 2  # of the call whose result was dropped
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["plain", "checkpointed"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_gradients_have_the_bits_of_eager_ones(backend, call):
@@ -74,7 +82,9 @@ def test_compiled_gradients_have_the_bits_of_eager_ones(backend, call):
 def test_ranks_that_are_processes_train_compiled_models():
     """Ranks that are threads would share the tracer."""
     options = {"ranks": "processes", "deadline": 120.0, "threads_per_rank": 1}
-    eager, found = (on_ranks(2, trained_twice, backend, "plain", **options) for backend in (None, "aot_eager"))
+    eager, found = (
+        on_ranks(2, trained_twice, backend, "plain", **options) for backend in (None, "aot_eager")
+    )
     for (due, _), (one, held) in zip(eager, found, strict=True):
         assert differing(due, one) == []
         assert held[-1] <= 2

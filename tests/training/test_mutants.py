@@ -27,7 +27,7 @@ QUANTIZED = Training(trained(gradient_wire="mxfp8"), options={"paranoid": True})
 CASE = Training(trained(dtype=torch.float32))
 
 
-# -- Properties: each is true of the library, and false of some mutants -------------------------------------------------
+# -- Properties: each is true of the library, and false of some mutants ----------------------------------
 
 
 def gradients_are_near_the_oracle():
@@ -119,7 +119,7 @@ def test_the_library_has_each_property(holds):
     assert holds()
 
 
-# -- Mutants -----------------------------------------------------------------------------------------------------------
+# -- Mutants ---------------------------------------------------------------------------------------------
 
 
 def changed(patch, place, name, change):
@@ -180,7 +180,10 @@ def gradients_quantized_twice(patch):
 
 def backwards_without_the_round_of_their_forward(patch):
     changed(
-        patch, Exchange, "begin", lambda begin: lambda self, spec, takes_slots=False, forward=0: begin(self, spec)
+        patch,
+        Exchange,
+        "begin",
+        lambda begin: lambda self, spec, takes_slots=False, forward=0: begin(self, spec),
     )
 
 
@@ -211,7 +214,9 @@ def rows_kept_where_the_next_call_writes(patch):
 def weights_of_an_expert_applied_nowhere(patch):
     def mutant(original):
         def unweighted(spec, products, pairs, *others):
-            return original(spec, products, replace(pairs, weights_N=torch.ones_like(pairs.weights_N)), *others)
+            return original(
+                spec, products, replace(pairs, weights_N=torch.ones_like(pairs.weights_N)), *others
+            )
 
         return unweighted
 
@@ -222,7 +227,9 @@ def weights_of_an_expert_applied_nowhere(patch):
 def a_clamped_number_with_a_slope(patch):
     def mutant(original):
         def unclamped(self, pre, gradient):
-            wide = replace(self, parameters=tuple((n, 1e9 if n == "limit" else v) for n, v in self.parameters))
+            wide = replace(
+                self, parameters=tuple((n, 1e9 if n == "limit" else v) for n, v in self.parameters)
+            )
             return original(wide, 4 * pre, gradient) if self.parameters else original(self, pre, gradient)
 
         return unclamped
@@ -232,7 +239,10 @@ def a_clamped_number_with_a_slope(patch):
 
 def numbers_placed_at_other_choices(patch):
     changed(
-        patch, ChoicePlaces, "placed", lambda placed: lambda *arguments: placed(*arguments).flip(1).contiguous()
+        patch,
+        ChoicePlaces,
+        "placed",
+        lambda placed: lambda *arguments: placed(*arguments).flip(1).contiguous(),
     )
 
 

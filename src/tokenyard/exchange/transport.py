@@ -63,7 +63,8 @@ class Transport(ABC, Generic[WayBack]):
     sums_in_hosts: ClassVar[bool] = False
     # Whether each choice's result can come home by itself (`LayerSpec(sum="choices")`).
     returns_choices: ClassVar[bool] = True
-    # The kinds of devices whose gradients it moves (`plan(training=True)`), with payloads beside the results.
+    # The kinds of devices whose gradients it moves (`plan(training=True)`), with payloads beside the results: those of
+    # `spec.combine_layout`. A transport that encodes results finds the payloads in `results.beside`.
     carries_gradients: ClassVar[tuple[str, ...]] = ("cpu",)
     # Whether the rows that a rank receives in one pass can have a bound (`plan(max_rows=…)`).
     bounds_rows: ClassVar[bool] = False

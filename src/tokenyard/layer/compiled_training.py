@@ -118,6 +118,8 @@ def moe_layer_backward_trip(
     """The gradients of the rows, of the routing weights, and of the weights of the experts, frozen ones too."""
     node = _held[int(ticket)]
     _, _, dx_TH, dweights_TK, *others = training.run_backward(node, dy_TH)
+    assert dx_TH is not None  # the forward has asked for both
+    assert dweights_TK is not None
     found = others[len(others) - len(weights) :]
     return [
         dx_TH,
@@ -145,8 +147,8 @@ def _differentiate(ctx: Any, dy_TH: Tensor, _: Tensor) -> tuple[Any, ...]:
     ticket, topk_weights_TK, key, *weights = ctx.saved_tensors
     payloads, terms, _ = ctx.counts
     dx_TH, dweights_TK, *others = moe_layer_backward_trip(dy_TH, ticket, topk_weights_TK, weights, key)
-    nothing = [None] * payloads
-    return dx_TH, None, dweights_TK, None, nothing, nothing, [dy_TH] * terms, others, None
+    names: list[None] | None = None if payloads else []  # torch takes an empty list for one of tensors
+    return dx_TH, None, dweights_TK, None, names, [None] * payloads, [dy_TH] * terms, others, None
 
 
 moe_layer_forward.register_autograd(_differentiate, setup_context=_remember)

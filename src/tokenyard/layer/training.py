@@ -286,7 +286,7 @@ class _Node(torch.autograd.Function):
 
 def run_backward(node: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
     """Run the backward of a call whose result has this node."""
-    return cast("tuple[Tensor | None, ...]", _Node.backward(node, dy_TH))
+    return _Node.backward(node, dy_TH)
 
 
 class _Backward:
