@@ -220,7 +220,7 @@ def weights_of_an_expert_applied_nowhere(patch):
 
         return unweighted
 
-    for place in (gradients, ty.experts.grouped):
+    for place in (gradients, ty.experts.trained):
         changed(patch, place, "differentiate_pairs", mutant)
 
 
