@@ -194,5 +194,15 @@ def test_without_training_a_step_says_how():
         assert "training=True" in str(error)
 
 
+def quantized(group):
+    return raised(shard_experts(trainable(), group, max_tokens=32, weights="mxfp4").plain_state_dict)
+
+
+def test_quantized_experts_have_no_state_dict_of_transformers():
+    for error in on_ranks(WORLD, quantized):
+        assert isinstance(error, InputError)
+        assert "the experts are mxfp4; expected plain weights" in str(error)
+
+
 def test_tiny_models_have_several_layers_of_experts():
     assert tiny_config("qwen3_moe").num_hidden_layers >= 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from tests.models import batch, on_ranks, raised, spec
 from tokenyard import plan
@@ -176,13 +177,17 @@ def on_a_mesh(group):
             "inference": same,
             "compiled": torch.equal(eager, made.experts.w13.grad.to_local()),
         }
+    made.experts.w13.grad = DTensor.from_local(made.experts.w13.to_local().detach(), mesh, [Partial()])
+    partial = raised(gradient_norm, made)
     plain = plan([of("contiguous")], mesh).layer("moe", random_weights(of("contiguous"), 0))
-    return refused, found, [type(one).__name__ for one in plain.experts.buffers()]
+    return refused, found, partial, [type(one).__name__ for one in plain.experts.buffers()]
 
 
 def test_a_mesh_gives_dtensors_and_uneven_experts_only_where_dtensors_have_them():
     results = on_ranks(4, on_a_mesh, ranks="processes", deadline=60.0)
-    for refused, found, buffers in results:
+    for refused, found, partial, buffers in results:
+        assert isinstance(partial, InputError)
+        assert "gradients that are summed: Shard or Replicate" in str(partial)
         assert isinstance(refused, PlanError)
         assert "a DTensor of 5 experts has [2, 2, 1, 0] on the ranks of the mesh" in str(refused)
         assert "placement=Placement.explicit(5, [[0, 1], [2, 3], [4], []])" in refused.fix
