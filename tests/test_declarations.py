@@ -105,7 +105,7 @@ LIMITS = {
 PROTOCOL = {
     "version.PROTOCOL": 4,
     "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
-    "exchange.announcement._NUMBERS": 9,
+    "exchange.announcement._NUMBERS": 10,
     "exchange.integrity.checksums._TOKEN_BITS": 32,
     "exchange.integrity.checksums._WORD": 8,
     "exchange.integrity.watched._LAST_WORD": 512,

@@ -40,6 +40,7 @@ class Duty(Enum):
     REDUCE_EXPERTS = "reduce experts"  # sum a token's experts on one rank
     REDUCE_RANKS = "reduce ranks"  # sum a token's results over ranks
     ROUTED_SCALING = "routed scaling"  # multiply routing weights by the model's scaling factor
+    WEIGHT_GRADIENT = "weight gradient"  # compute the gradient of the routing weight of a choice
 
 
 class Party(Enum):

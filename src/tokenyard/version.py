@@ -5,4 +5,4 @@ __version__ = "0.2.0.dev0"
 
 # Ranks compare this number before the first token. It changes when a header, a row layout or the order of a
 # sum changes, that is: whenever two versions of tokenyard could misread each other.
-PROTOCOL = 4
+PROTOCOL = 5

@@ -154,7 +154,7 @@ class MoveUnderWay:
             self._take(move.next_ranks, move)
         else:
             self._take_step(move)
-            self._state.exchange.switch([wiring.exchange_spec for wiring in self._state.draft.wirings])
+            self._state.exchange.switch(self._state.draft.exchange_specs)
         move.switched()
         if move.is_done:
             self.move = None

@@ -17,6 +17,7 @@ def check_survives(drafted: Draft, device: torch.device) -> None:
         ]
         reason = (
             f"rows are on {device}" if device.type != "cpu"
+            else "a backward cannot be repeated: training=True" if drafted.training
             else f"{drafted.in_flight} calls may be in flight" if drafted.in_flight > 1
             else "bits would depend on the ranks that are left" if wiring.spec.sum != "choices"
             else f"only one rank has experts {alone[:8]}" if alone

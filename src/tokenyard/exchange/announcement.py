@@ -6,7 +6,7 @@ first, or stand in front of rows in one message. The text of an error is cut to 
 announcement is checked before it is used: bytes that are no announcement, and more rows than the layer was planned for,
 raise.
 
-    int64 × 9:  protocol  plan  layer  phase  round  tokens  length of counts  length of error  notice
+    int64 × 10: protocol  plan  layer  phase  round  forward  tokens  length of counts  length of error  notice
     int64 × n:  counts
     bytes:      error, UTF-8, at the end
 """
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tokenyard.exchange.open_trips import Usability
     from tokenyard.exchange.transport import Transport
 
-# Bytes, the counts not included: 72 for the numbers, the rest for the text of an error.
+# Bytes, the counts not included: 80 for the numbers, the rest for the text of an error.
 ANNOUNCEMENT_BYTES = 512
-_NUMBERS = 9
+_NUMBERS = 10
 
 
 class Phase(Enum):
@@ -56,14 +56,16 @@ class Announcement:
     round: int  # the number of the round trip
     tokens: int  # the tokens of this rank
     counts: tuple[int, ...]  # rows for each rank, if this phase announces them; else empty
+    # In a backward: the round of the forward whose gradients travel. 0: a forward.
+    forward: int = 0
     error: str = ""  # why this rank failed; empty, if it did not
     notice: int = 0  # a number that the plan adds (`Announcer.notice`)
     protocol: int = PROTOCOL  # the version of the announcements' protocol
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Protocol, plan, layer, phase and round: they must be the same on every rank."""
-        return (self.protocol, self.plan, self.layer, _PHASES.index(self.phase), self.round)
+        """Protocol, plan, layer, phase, round and the round of the forward: they must be the same on every rank."""
+        return (self.protocol, self.plan, self.layer, _PHASES.index(self.phase), self.round, self.forward)
 
     def where(self, mine: Announcement, layers: Sequence[str]) -> str:
         """The place in words, for the error of a rank that announced `mine` and whose plan has these layers."""
@@ -72,7 +74,8 @@ class Announcement:
         protocol = (
             "" if self.protocol == mine.protocol else f", protocol {self.protocol}, not {mine.protocol}"
         )
-        return f"{self.phase.value} of layer {layer}, round {self.round}{protocol}"
+        gradients = f"the gradients of round {self.forward} of " if self.forward else ""
+        return f"{self.phase.value} of {gradients}layer {layer}, round {self.round}{protocol}"
 
     def encode(self, size: int) -> bytes:
         """The announcement in `size` bytes; the text of an error is cut to fit."""
@@ -87,7 +90,7 @@ class Announcement:
         left = len(encoded) - 8 * _NUMBERS
         if left < 0:
             raise _unreadable(source, f"{len(encoded)} bytes")
-        protocol, plan, layer, phase, round, tokens, num_counts, num_text, notice = numbers[:_NUMBERS]
+        protocol, plan, layer, phase, round, forward, tokens, num_counts, num_text, notice = numbers[:_NUMBERS]
         if not 0 <= phase < len(_PHASES):
             raise _unreadable(source, f"phase {phase}")
         if num_counts < 0 or not 0 <= num_text <= left - 8 * num_counts:
@@ -98,6 +101,7 @@ class Announcement:
             layer=layer,
             phase=_PHASES[phase],
             round=round,
+            forward=forward,
             tokens=tokens,
             counts=tuple(numbers[_NUMBERS : _NUMBERS + num_counts]),
             notice=notice,
@@ -125,24 +129,41 @@ class Announcer:
         self._transport = transport
 
     def of_dispatch(
-        self, spec: ExchangeSpec, tokens: int, counts: Sequence[int], error: BaseException | None = None
+        self,
+        spec: ExchangeSpec,
+        tokens: int,
+        counts: Sequence[int],
+        error: BaseException | None = None,
+        *,
+        forward: int = 0,
     ) -> Announcements:
-        """What this rank announces in the dispatch of the next round: its tokens and rows, or that it failed."""
+        """What this rank announces in the dispatch of the next round: its tokens and rows, or that it failed.
+
+        `forward`: in a backward, the round of the forward.
+        """
         bound = None
         if spec.max_rows is not None:
             bound = RowBound(max_rows=spec.max_rows, loads=self._transport.loads)
-        say = partial(self._say, spec, Phase.DISPATCH, self.round + 1, tokens, counts, error)
+        say = partial(self._say, spec, Phase.DISPATCH, self.round + 1, forward, tokens, counts, error)
         return Announcements(self, say, self.round + 1, spec, bound)
 
-    def of_failed_dispatch(self, spec: ExchangeSpec, error: BaseException) -> Announcements:
+    def of_failed_dispatch(
+        self, spec: ExchangeSpec, error: BaseException, *, forward: int = 0
+    ) -> Announcements:
         """What this rank announces in the dispatch of the next round if it failed before it had a batch."""
-        return self.of_dispatch(spec, 0, [0] * self.num_counts(spec), error)
+        return self.of_dispatch(spec, 0, [0] * self.num_counts(spec), error, forward=forward)
 
     def of_combine(
-        self, spec: ExchangeSpec, round: int, tokens: int, error: BaseException | None = None
+        self,
+        spec: ExchangeSpec,
+        round: int,
+        tokens: int,
+        error: BaseException | None = None,
+        *,
+        forward: int = 0,
     ) -> Announcements:
         """What this rank announces in the combine of a round: that its results follow, or that it failed."""
-        say = partial(self._say, spec, Phase.COMBINE, round, tokens, (), error)
+        say = partial(self._say, spec, Phase.COMBINE, round, forward, tokens, (), error)
         return Announcements(self, say, round, spec, None)
 
     def _say(
@@ -150,6 +171,7 @@ class Announcer:
         spec: ExchangeSpec,
         phase: Phase,
         round: int,
+        forward: int,
         tokens: int,
         counts: Sequence[int],
         error: BaseException | None,
@@ -160,6 +182,7 @@ class Announcer:
             layer=spec.index,
             phase=phase,
             round=round,
+            forward=forward,
             tokens=tokens,
             counts=tuple(counts),
             error="" if told is None else f"{type(told).__name__}: {told}",

@@ -188,6 +188,7 @@ class Batch:
     spec: ExchangeSpec  # what the exchange knows of the layer
     round: int  # the number of the round trip, from 1
     region: int  # which of `in_flight` pairs of regions it uses, the same on every rank
+    forward: int = 0  # in a backward, the round of the forward; 0: a forward
     part: Part | None = None  # which tokens of a larger batch these are; None: they are a whole batch
     rows: EncodedRows | UnencodedRows  # not encoded only where the transport says that it encodes this wire
     extra: Mapping[str, Tensor]  # further payloads, one row per token
@@ -249,6 +250,7 @@ class Batch:
             spec=self.spec,
             round=self.round,
             region=self.region,
+            forward=self.forward,
             routes=self.routes,
             counts_W=tuple(counts_W),
             way_back=way_back,
@@ -279,6 +281,7 @@ class Arrival(Generic[WayBack]):
     # The rows that each rank has announced, and expects results of. Empty if only the device knows them.
     counts_W: tuple[int, ...]
     way_back: WayBack  # what the transport keeps for the way back; only the transport reads it
+    forward: int = 0  # in a backward, the round of the forward; 0: a forward
     checksums_RC: Tensor | None = None  # the checksums that came with the rows, in a paranoid plan
     # An error that this rank found after the dispatch had ended; the others receive it in the combine.
     problem: Exception | None = None

@@ -45,8 +45,12 @@ class BatchMaker:
         *,
         ahead: bool,
         takes_slots: bool,
+        forward: int = 0,
     ) -> Batch:
-        """Make a batch of rows, routes and further payloads; raise if they are not what the layer was planned for."""
+        """Make a batch of rows, routes and further payloads; raise if they are not what the layer was planned for.
+
+        `forward`: in a backward, the round of the forward.
+        """
         transport = self._transport
         if isinstance(rows, UnencodedRows):
             rows.check()
@@ -73,10 +77,11 @@ class BatchMaker:
             spec=spec,
             round=self._announcer.round + 1,
             region=self._in_flight.free_region,
+            forward=forward,
             rows=rows,
             extra=extra,
             routes=known,
-            announcements=self._announcer.of_dispatch(spec, tokens, counts),
+            announcements=self._announcer.of_dispatch(spec, tokens, counts, forward=forward),
             choice_counts=self._load.counts(spec.layer) if transport.counts_choices else None,
             ahead=ahead,
             takes_slots=takes_slots,
@@ -89,7 +94,7 @@ class BatchMaker:
         """
         rank_TK, _ = spec.placement.resolve(routes.topk_ids_TK, self._group.rank)
         dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
-        self._stats[spec.layer].count_dropped(dropped_TK)
+        self._stats[spec.counted_as].count_dropped(dropped_TK)
         return routes.without(dropped_TK, renormalize=spec.renormalizes_dropped)
 
     def make_part(self, batch: Batch, first: int, parts: int) -> Batch:
@@ -109,7 +114,9 @@ class BatchMaker:
             rows=batch.rows.slice(first, last),
             extra={name: payload[first:last] for name, payload in batch.extra.items()},
             routes=some,
-            announcements=self._announcer.of_dispatch(batch.spec, last - first, counts),
+            announcements=self._announcer.of_dispatch(
+                batch.spec, last - first, counts, forward=batch.forward
+            ),
             part=Part(batch=batch, first=first, parts=parts),
         )
 

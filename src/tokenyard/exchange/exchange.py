@@ -106,10 +106,10 @@ class Exchange:
         self._served(specs)
 
     def _served(self, specs: Sequence[ExchangeSpec]) -> None:
-        kept = {s.layer: self.stats.get(s.layer) or LayerStats(self.group.size) for s in specs}
+        kept = {s.counted_as: self.stats.get(s.counted_as) or LayerStats(self.group.size) for s in specs}
         self.stats.clear()
         self.stats |= kept
-        self.announcer.layers = list(kept)
+        self.announcer.layers = [s.layer for s in specs]
         self.load.serve({s.layer: s.num_experts for s in specs})
         self._in_flight.clear()
         self.trips.end_all("the layers of the plan have changed")
@@ -161,12 +161,15 @@ class Exchange:
         """
         return self.trips.in_use(layer=layer, alone=alone)
 
-    def begin(self, spec: ExchangeSpec, *, takes_slots: bool = False) -> AbstractContextManager[RoundTrip]:
+    def begin(
+        self, spec: ExchangeSpec, *, takes_slots: bool = False, forward: int = 0
+    ) -> AbstractContextManager[RoundTrip]:
         """A context for one round trip of one layer: an error inside, on one rank, is raised on all ranks.
 
-        `takes_slots`: the experts accept empty slots among the received rows, with ids of -1.
+        `takes_slots`: the experts accept empty slots among the received rows, with ids of -1. `forward`: in a backward,
+        the round of the forward. Ranks that are in backwards of different forwards raise `Drifted`.
         """
-        return self.trips.whole(RoundTrip(self, spec, takes_slots=takes_slots))
+        return self.trips.whole(RoundTrip(self, spec, takes_slots=takes_slots, forward=forward))
 
     def open(self, spec: ExchangeSpec, *, takes_slots: bool = False) -> RoundTrip:
         """Open a round trip of several calls, each inside of `trips.propagate_errors`; `trips.end` closes it."""

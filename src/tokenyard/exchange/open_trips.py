@@ -253,12 +253,12 @@ class OpenRoundTrips:
         if self._traveling is not None:
             self.settle()
 
-    def begin_dispatch(self, spec: ExchangeSpec) -> None:
+    def begin_dispatch(self, trip: RoundTrip) -> None:
         """Begin the dispatch of a batch; raise if too many dispatches are in flight."""
-        self.begin(spec.layer)
+        self.begin(trip.spec.layer)
         if self._open:
-            self.check_dropped(spec)
-        self.in_flight.check_room(spec)
+            self.check_dropped(trip)
+        self.in_flight.check_room(trip.spec)
 
     def travels(self, trip: RoundTrip) -> None:
         """Note that a phase of a round trip was started: it is finished before the next phase starts."""
@@ -367,10 +367,10 @@ class OpenRoundTrips:
 
     def fail_trip(self, trip: RoundTrip, error: BaseException) -> NoReturn:
         """End all round trips, on all ranks, because of an error in a part of one; an interrupt is announced, too."""
-        self._end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
+        self._end_by(error, trip, owes_dispatch=trip.owes_dispatch)
 
-    def check_dropped(self, spec: ExchangeSpec | None = None) -> None:
-        """Raise if a round trip was dropped unfinished; `spec`: this is asked before a dispatch of that layer."""
+    def check_dropped(self, due: RoundTrip | None = None) -> None:
+        """Raise if a round trip was dropped unfinished; `due`: this is asked before its dispatch."""
         for trip in self._open:
             if trip.is_dropped:
                 error = HandleError(
@@ -381,10 +381,10 @@ class OpenRoundTrips:
                     rank=self._rank,
                 )
                 # If there is room for one more dispatch in flight, the other ranks have begun this one, and wait.
-                owes_dispatch = spec is not None and self.in_flight.has_room
-                self._end_by(error, spec or trip.spec, owes_dispatch=owes_dispatch)
+                owes_dispatch = due is not None and self.in_flight.has_room
+                self._end_by(error, due or trip, owes_dispatch=owes_dispatch)
 
-    def _end_by(self, error: BaseException, spec: ExchangeSpec, *, owes_dispatch: bool) -> NoReturn:
+    def _end_by(self, error: BaseException, trip: RoundTrip, *, owes_dispatch: bool) -> NoReturn:
         """End all round trips because of an error in one of them: announce it to the others, and raise it.
 
         `owes_dispatch`: the others wait for a dispatch of this rank, in addition to its combines.
@@ -395,18 +395,18 @@ class OpenRoundTrips:
 
         def tell() -> None:
             if owes_dispatch and settled:
-                self._announce_failed_dispatch(spec, error)
+                self._announce_failed_dispatch(trip, error)
             for other in trips:
                 if other.arrived is not None:
                     self.in_flight.give_up(other.arrived, error)
 
         if owes_dispatch or any(other.arrived in self.in_flight for other in trips):
-            self._fail(spec, error, tell)
+            self._fail(trip.spec, error, tell)
         raise error
 
-    def fail_dispatch(self, spec: ExchangeSpec, error: BaseException) -> NoReturn:
+    def fail_dispatch(self, trip: RoundTrip, error: BaseException) -> NoReturn:
         """Take part in a dispatch only to announce that this rank failed; raise its error."""
-        self._fail(spec, error, lambda: self._announce_failed_dispatch(spec, error))
+        self._fail(trip.spec, error, lambda: self._announce_failed_dispatch(trip, error))
 
     def fail_combine(self, arrival: Arrival, error: BaseException) -> NoReturn:
         """Take part in the combine of an arrival only to announce that this rank failed; raise its error."""
@@ -432,13 +432,13 @@ class OpenRoundTrips:
             self.tell_given_up(spec)
         raise error
 
-    def _announce_failed_dispatch(self, spec: ExchangeSpec, error: BaseException) -> None:
-        told = self._announcer.of_failed_dispatch(spec, error)
+    def _announce_failed_dispatch(self, trip: RoundTrip, error: BaseException) -> None:
+        told = self._announcer.of_failed_dispatch(trip.spec, error, forward=trip.forward)
         region = self.in_flight.free_region
-        self._transport.fail(Failure(spec=spec, region=region, announcements=told, arrival=None))
+        self._transport.fail(Failure(spec=trip.spec, region=region, announcements=told, arrival=None))
 
     def _announce_failed_combine(self, arrival: Arrival, error: BaseException) -> None:
-        told = self._announcer.of_combine(arrival.spec, arrival.round, 0, error)
+        told = self._announcer.of_combine(arrival.spec, arrival.round, 0, error, forward=arrival.forward)
         self._transport.fail(
             Failure(spec=arrival.spec, region=arrival.region, announcements=told, arrival=arrival)
         )

@@ -33,9 +33,10 @@ from torch import Tensor
 from tokenyard.duties import Duty, record
 from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange.announcement import Announcements
-from tokenyard.exchange.batch import Arrival, WayBack, without_graph
+from tokenyard.exchange.batch import Arrival, BatchRoutes, WayBack, without_graph
+from tokenyard.exchange.returns import place_returns
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.formats.base import EncodedRows, check_device, dtype_name, is_matrix
+from tokenyard.formats.base import EncodedRows, Payload, check_device, dtype_name, is_matrix
 from tokenyard.rows import ExpertResult, PlacedRows, check_choice_rows, check_expert_rows, describe
 
 # float32 elements of a block of sums (512 KiB: with the rows that are added, it fits a core's L2 cache).
@@ -113,6 +114,14 @@ class ResultsAtHome(ABC):
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Copies of the rows that each rank returned, in float32, and the tokens that they belong to."""
 
+    def placed(self, payload: Payload) -> Tensor:
+        """The numbers of this rank's choices that came beside results (`ExchangeSpec.returns`), `[T, K · width]`."""
+        raise ContractError(
+            f"{type(self).__name__} has no payloads beside results",
+            expected=f"payload {payload.name!r} of each choice, which the layer declares",
+            fix="carry the payloads of `spec.combine_layout`, and return RowsAtHome",
+        )
+
 
 class SumWatch(ABC):
     """Checks, in a paranoid plan, the results that a relay sums, and adds checksums to its sums."""
@@ -138,6 +147,8 @@ class RowsAtHome(ResultsAtHome):
     ranks: tuple[int, ...] | None = None  # the ranks that returned them; None: all of the group, in order
     # The choice (0 to K - 1) of its token that each row is the result of; None: rows are summed over ranks.
     choices_by_rank: tuple[Tensor, ...] | None = None
+    # The routes of the tokens, if rows carry payloads that are placed (`ExchangeSpec.returns`), and not summed.
+    placed_by: BatchRoutes | None = None
 
     @classmethod
     def of(cls, arrival: Arrival, payloads_by_rank: Sequence[Mapping[str, Tensor]]) -> RowsAtHome:
@@ -145,24 +156,40 @@ class RowsAtHome(ResultsAtHome):
         spec = arrival.spec
         wire, width = spec.combine_wire, spec.hidden_size
         rows = [EncodedRows(format=wire, hidden_size=width, payloads=some) for some in payloads_by_rank]
+        placed_by = arrival.routes if spec.returns else None
         if not spec.sums_choices:
-            return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank)
+            return cls(
+                rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank, placed_by=placed_by
+            )
         returned = arrival.routes.choices_by_rank
         return cls(
             rows_by_rank=rows,
             tokens_by_rank=tuple(choice_N // spec.top_k for choice_N in returned),
             choices_by_rank=tuple(choice_N % spec.top_k for choice_N in returned),
+            placed_by=placed_by,
         )
+
+    @property
+    def results_by_rank(self) -> list[EncodedRows]:
+        """The rows that are summed, without the payloads that are placed."""
+        if self.placed_by is None:
+            return self.rows_by_rank
+        placed = {payload.name for payload in self.placed_by.spec.returns}
+        return [
+            replace(rows, payloads={name: part for name, part in rows.payloads.items() if name not in placed})
+            for rows in self.rows_by_rank
+        ]
 
     def summands(self) -> tuple[list[EncodedRows], tuple[Tensor, ...]]:
         """Rows and their tokens in the order of the sum, by rank or by choice. In each part no token occurs twice."""
         if self.choices_by_rank is None:
-            return self.rows_by_rank, self.tokens_by_rank
+            return self.results_by_rank, self.tokens_by_rank
         choice_N, token_N = torch.cat(self.choices_by_rank), torch.cat(self.tokens_by_rank)
         order_N = (choice_N << 32 | token_N).argsort()
-        first = self.rows_by_rank[0]
+        results_by_rank = self.results_by_rank
+        first = results_by_rank[0]
         payloads = {
-            name: torch.cat([rows.payloads[name] for rows in self.rows_by_rank]) for name in first.payloads
+            name: torch.cat([rows.payloads[name] for rows in results_by_rank]) for name in first.payloads
         }
         together = replace(first, payloads=payloads).select(order_N)
         ends = [0, *choice_N.bincount().cumsum(0).tolist()] if len(choice_N) else [0, 0]
@@ -176,8 +203,13 @@ class RowsAtHome(ResultsAtHome):
 
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         # Copies even of float32 rows: what comes home must not be a view of a peer's memory.
-        rows_by_rank = tuple(rows.decode(torch.float32).clone() for rows in self.rows_by_rank)
+        rows_by_rank = tuple(rows.decode(torch.float32).clone() for rows in self.results_by_rank)
         return rows_by_rank, self.tokens_by_rank
+
+    def placed(self, payload: Payload) -> Tensor:
+        if self.placed_by is None:
+            return super().placed(payload)
+        return place_returns(payload, self.placed_by, self.rows_by_rank)
 
 
 # -- Checks ----------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from tokenyard.errors import Corrupted, HandleError, PeerFailed
 from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Part, UnencodedRows
 from tokenyard.exchange.passes import TooManyRows, more_parts, parts_for
 from tokenyard.exchange.results import Results, ResultsAtHome, SumAhead, check_output, check_result, check_sum
+from tokenyard.exchange.returns import with_returns
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Background, Pending
@@ -50,10 +51,16 @@ if TYPE_CHECKING:
 class RoundTrip:
     """The dispatches and combines of one batch, and which of them the other ranks still wait for this rank to make."""
 
-    def __init__(self, exchange: Exchange, spec: ExchangeSpec, *, takes_slots: bool = False) -> None:
+    def __init__(
+        self, exchange: Exchange, spec: ExchangeSpec, *, takes_slots: bool = False, forward: int = 0
+    ) -> None:
         self.spec = spec  # what the exchange knows of the layer
+        self.forward = forward  # in a backward, the round of the forward; 0: a forward
+        # Whether the choices of the batch are counted as load of the experts: not those of a forward that is repeated.
+        self.counts_load = not spec.of_gradients
         # The rows that came in the present pass, until the next one; None: none have come yet.
         self.arrived: Arrival | None = None
+        self.first_round = 0  # the number of its first dispatch; 0 before that
         # Whether the others still wait for this rank's dispatch: the first one, or after a combine that of the next
         # pass. They wait for its combine as long as the arrival is in flight.
         self.owes_dispatch = True
@@ -80,6 +87,7 @@ class RoundTrip:
         self._reduces = True  # whether this exchange sums over ranks
         self._sums: CombinedRows | None = None
         self._rows: RankRows | None = None
+        self._placed: dict[str, Tensor] = {}  # what came home of each choice, `[T, K · width]`
 
     @property
     def received(self) -> ReceivedRows:
@@ -136,7 +144,7 @@ class RoundTrip:
         `ahead`: the caller computes something before it waits.
         """
         self.owes_dispatch = self._is_next = False
-        self._trips.begin_dispatch(self.spec)
+        self._trips.begin_dispatch(self)
         self._out = None
         try:
             with acting(Party.SENDER):
@@ -147,10 +155,11 @@ class RoundTrip:
                     {} if extra is None else extra,
                     ahead=ahead,
                     takes_slots=self._takes_slots,
+                    forward=self.forward,
                 )
                 self._send(batch, ahead=ahead)
         except Exception as error:
-            self._trips.fail_dispatch(self.spec, error)
+            self._trips.fail_dispatch(self, error)
         self._trips.travels(self)
 
     @by_one_thread
@@ -180,7 +189,7 @@ class RoundTrip:
             with acting(Party.SENDER):
                 self._send(self._exchange.batches.make_part(batch, first, parts), ahead=False)
         except Exception as error:
-            self._trips.fail_dispatch(self.spec, error)
+            self._trips.fail_dispatch(self, error)
 
     def _send(self, batch: Batch, *, ahead: bool) -> None:
         pending = self._transport.send(batch)
@@ -223,7 +232,7 @@ class RoundTrip:
     def _arrive(self) -> None:
         """Wait for the rows that come here; if ranks announced too many, no row was sent: try again with fewer."""
         exchange, spec = self._exchange, self.spec
-        stats = exchange.stats[spec.layer]
+        stats = exchange.stats[spec.counted_as]
         while True:
             pending, batch = self._arriving, self._batch
             assert pending is not None
@@ -245,9 +254,10 @@ class RoundTrip:
             assert batch.announcements.bound is not None
             arrival = replace(arrival, part=replace(batch.part, left=batch.announcements.bound.left))
         self.arrived = arrival
+        self.first_round = self.first_round or arrival.round
         self._trips.in_flight.add(arrival)
         reads = self._transport.reads_values
-        if reads and isinstance(batch.routes.routes, Routes):
+        if reads and self.counts_load and isinstance(batch.routes.routes, Routes):
             exchange.load.count(spec.layer, batch.routes.routes.topk_ids_TK)
         sent = batch.routes.counts if reads else self._transport.rows_sent(batch, arrival)
         nbytes = self._transport.bytes_sent(batch, sent)
@@ -273,23 +283,27 @@ class RoundTrip:
         *,
         out: Tensor | None = None,
         add: Sequence[Tensor | Background[Tensor]] = (),
+        returns: Mapping[str, Tensor] | None = None,
         ahead: bool = False,
     ) -> None:
         """Start what `combine` does, and return while results travel. The sum is made when they are waited for.
+
+        `returns` are the payloads that the spec's `returns` declares: a row for each choice whose expert is here, in
+        the order of received rows and choices. `placed` has them when they are home.
 
         `ahead`: the caller computes something before it waits. A term of `add` may still be computed in the background;
         the sum waits for it. If that job fails after results were sent, only this rank raises its error.
         """
         # The error of a job that has ended is raised now, when it can still be announced to the others.
         terms = [term.wait() if isinstance(term, Background) and term.has_ended else term for term in add]
-        self._send_back(result, reduces=True, out=out, terms=terms, ahead=ahead)
+        self._send_back(result, reduces=True, out=out, terms=terms, returns=returns or {}, ahead=ahead)
 
     def combine_unreduced(self, result: ExpertResult) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty.
 
         If a batch goes in several passes, these are the results of this pass; `RankRows.joined` joins those of all.
         """
-        self._send_back(result, reduces=False, out=None, terms=(), ahead=False)
+        self._send_back(result, reduces=False, out=None, terms=(), returns={}, ahead=False)
         self._wait_for_results()
         assert self._rows is not None
         return self._rows
@@ -302,6 +316,7 @@ class RoundTrip:
         reduces: bool,
         out: Tensor | None,
         terms: Sequence[Tensor | Background[Tensor]],
+        returns: Mapping[str, Tensor],
         ahead: bool,
     ) -> None:
         """Send results back; when they are home they are summed (`reduces`), or kept by rank."""
@@ -319,12 +334,16 @@ class RoundTrip:
             rows_RH, encoded = check_result(arrival, result), None
             if rows_RH is not None and not transport.encodes_results:
                 encoded = spec.combine_wire.encode(rows_RH)
+            if spec.returns or returns:
+                encoded = with_returns(arrival, encoded, returns)
             begins_sum = ahead and reduces and arrival.part is None
             results = Results(
                 arrival=arrival,
                 rows_RH=rows_RH,
                 encoded=encoded,
-                announcements=exchange.announcer.of_combine(spec, arrival.round, arrival.routes.num_tokens),
+                announcements=exchange.announcer.of_combine(
+                    spec, arrival.round, arrival.routes.num_tokens, forward=arrival.forward
+                ),
                 sum_ahead=SumAhead(out_TH=out, add=add) if begins_sum else None,
             )
             pending = transport.send_back(results)
@@ -340,6 +359,16 @@ class RoundTrip:
     def result(self) -> Tensor:
         """Wait for the results of this rank's tokens, and return their sum, when all passes were sent back."""
         return self._combined().y_TH
+
+    def placed(self, name: str) -> Tensor:
+        """What came home of this rank's choices under a name of the spec's `returns`; 0 for ids of -1. After `result`.
+
+        `[T, K]` for a payload of one number for each choice, else `[T, K, width]`.
+        """
+        (payload,) = (payload for payload in self.spec.returns if payload.name == name)
+        placed = self._placed[name]
+        shape = (len(placed), self.spec.top_k, payload.width)
+        return placed.view(shape).squeeze(2) if payload.width == 1 else placed.view(shape)
 
     def _combined(self) -> CombinedRows:
         self._wait_for_results()
@@ -359,7 +388,7 @@ class RoundTrip:
         assert arrival is not None
         assert pending is not None
         exchange, transport, spec = self._exchange, self._transport, self.spec
-        stats = exchange.stats[spec.layer]
+        stats = exchange.stats[spec.counted_as]
         with stats.waiting("combine"):
             for_others = True
             try:
@@ -367,6 +396,8 @@ class RoundTrip:
                 for_others = transport.waits_in_sum
                 if self._reduces:
                     self._sums = CombinedRows(y_TH=self._sum(arrival, home))
+                    if spec.returns:
+                        self._place(arrival, home)
                 else:
                     self._rows = _by_rank(arrival, home)
             except BaseException as error:
@@ -394,6 +425,18 @@ class RoundTrip:
             return home.sum_into(self._out, terms)
         home.sum_into(self._out[arrival.tokens], [term[arrival.tokens] for term in terms])
         return self._out
+
+    def _place(self, arrival: Arrival, home: ResultsAtHome) -> None:
+        """Keep what came home of the choices of this pass."""
+        for payload in arrival.spec.returns:
+            placed_TK = home.placed(payload)
+            if arrival.part is None:
+                self._placed[payload.name] = placed_TK
+                continue
+            whole = self._placed.setdefault(
+                payload.name, placed_TK.new_zeros(arrival.batch_tokens, placed_TK.shape[1])
+            )
+            whole[arrival.tokens] = placed_TK
 
     def _late_term(self, arrival: Arrival, term: Background[Tensor]) -> Tensor:
         """A term of a sum that was still computed when results were sent: wait for it, and check it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -53,6 +53,15 @@ class ExchangeSpec:
     movable: bool = False
     # Whether rows carry checksums, which the receiver compares (a paranoid plan).
     checksummed: bool = False
+    # What comes home of each choice beside the results: payloads whose numbers are placed, never summed.
+    returns: tuple[Payload, ...] = ()
+    # Whether gradients of a layer's rows travel, along the routes of a forward; `index` is a number of its own then.
+    of_gradients: bool = False
+
+    @property
+    def counted_as(self) -> str:
+        """The name under which statistics count it: that of the layer; gradients are counted apart."""
+        return f"{self.layer} (gradients)" if self.of_gradients else self.layer
 
     @cached_property
     def dispatch_layout(self) -> RowLayout:
@@ -114,9 +123,15 @@ class ExchangeSpec:
         return SlotLayout.of(self.combine_layout.payloads, self.slots * self.results_per_row)
 
     @cached_property
+    def returned(self) -> tuple[Payload, ...]:
+        """The payloads of `returns` as they travel beside a result: the numbers of all choices that it is a sum of."""
+        width = 1 if self.sums_choices else self.top_k
+        return tuple(replace(payload, width=payload.width * width) for payload in self.returns)
+
+    @cached_property
     def combine_layout(self) -> RowLayout:
-        """A packet on the way back: the result row in the combine wire's format."""
-        payloads = self.combine_wire.payloads(self.hidden_size)
+        """A packet on the way back: the result row in the combine wire's format, and what else comes home."""
+        payloads = (*self.combine_wire.payloads(self.hidden_size), *self.returned)
         if self.checksummed:
             payloads += (Payload(name=CHECKSUMS, dtype=torch.int64, width=CHECKSUM_HEAD + len(payloads)),)
         return RowLayout.of(payloads)

@@ -63,6 +63,8 @@ class Transport(ABC, Generic[WayBack]):
     sums_in_hosts: ClassVar[bool] = False
     # Whether each choice's result can come home by itself (`LayerSpec(sum="choices")`).
     returns_choices: ClassVar[bool] = True
+    # The kinds of devices whose gradients it moves (`plan(training=True)`): with payloads beside the results.
+    carries_gradients: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     # Whether the rows that a rank receives in one pass can have a bound (`plan(max_rows=…)`).
     bounds_rows: ClassVar[bool] = False
     # Whether the number of multiprocessors (SMs) that its kernels use can have a bound (`plan(sms=…)`).
@@ -87,7 +89,18 @@ class Transport(ABC, Generic[WayBack]):
         if spec.max_rows is not None and not cls.bounds_rows:
             why = f"{cls.name} ({cls.__name__}) sends rows before it has heard how many come: leave max_rows out"
             return Reason(field="max_rows", value=spec.max_rows, why=why)
+        if spec.of_gradients and not cls.carries_gradients:
+            why = f"{cls.name} sums results before they come home, and cannot place gradients beside them"
+            return Reason(field="exchange", value=cls.name, why=why)
         return spec.wire.carries(spec.dtype) or spec.combine_wire.returns(spec.dtype)
+
+    @classmethod
+    def trains_on(cls, device: torch.device) -> Reason | None:
+        """None, or why this transport cannot move the gradients of rows on this device."""
+        if device.type in cls.carries_gradients:
+            return None
+        why = f"{cls.name} carries gradients on {' and '.join(cls.carries_gradients) or 'no device'}, not on {device.type}"
+        return Reason(field="exchange", value=cls.name, why=why)
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:

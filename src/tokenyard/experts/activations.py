@@ -7,6 +7,9 @@ first product, and its constants. It maps the float32 pre-activation `[n, 2I]` (
 - Calling it uses torch's own kernels: fast, and right to a few units in the last place of float32.
 - `reproducible` is its plain twin: a row's bits depend on that row alone, on every machine.
 
+`differentiate` and `differentiate_reproducibly` give the derivative with respect to the pre-activation in the same two
+ways. The slope of each function of the gate stands beside the function, in `_FORMULAS`.
+
 Why two? On a CPU, torch's `sigmoid`, `silu` and `gelu` run vector code on the body of a tensor and scalar
 code on its tail, and the two round differently. Measured on 200 rows of 7 against the same rows one by one:
 up to 4% of the elements differ in their last bit, in float32 and in float64 alike, so computing in float64
@@ -22,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,6 +78,55 @@ class Activation:
     def reproducible(self, pre: Tensor) -> Tensor:
         """Apply the activation such that the bits of each element depend on its own inputs alone."""
         return self._apply(*self.split(pre.double()), _FORMULAS[self.name].written_out).float()
+
+    def differentiate(self, pre: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The activation, and the gradient of the pre-activation from that of the result, by torch's kernels.
+
+        >>> pre = torch.tensor([[0.5, -1.0]])
+        >>> activation("relu2").differentiate(pre, torch.ones(1, 2))[1].tolist()
+        [[1.0, 0.0]]
+        """
+        pre = pre.float() if pre.dtype.itemsize < 4 else pre
+        formula = _FORMULAS[self.name]
+        return self._differentiate(pre, gradient.to(pre.dtype), formula.fast, formula.slope)
+
+    def differentiate_reproducibly(self, pre: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """`differentiate` such that the bits of each element depend on its own inputs alone."""
+        formula = _FORMULAS[self.name]
+        hidden, slopes = self._differentiate(
+            pre.double(), gradient.double(), formula.written_out, formula.slope_written_out
+        )
+        return hidden.float(), slopes.float()
+
+    def _differentiate(
+        self,
+        pre: Tensor,
+        gradient: Tensor,
+        function: Callable[[Tensor], Tensor],
+        slope: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        gate, up = self.split(pre)
+        if up is None:
+            return function(gate), gradient * slope(gate)
+        both = torch.empty_like(pre)
+        gate_slopes, up_slopes = self.split(both)
+        assert up_slopes is not None
+        if not self.parameters:
+            act = function(gate)
+            torch.mul(gradient * up, slope(gate), out=gate_slopes)
+            torch.mul(gradient, act, out=up_slopes)
+            return act * up, both
+        constants = dict(self.parameters)
+        limit, alpha = constants["limit"], constants["alpha"]
+        inside_gate, inside_up = gate <= limit, (up >= -limit) & (up <= limit)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + constants["up_shift"]
+        swish = function(gate * alpha)
+        act = gate * swish
+        # d(gate · f(α · gate)) = f(α · gate) + α · gate · f'(α · gate); a number that was clamped has slope 0.
+        steep = swish + gate * alpha * slope(gate * alpha)
+        gate_slopes.copy_(torch.where(inside_gate, gradient * up * steep, 0.0))
+        up_slopes.copy_(torch.where(inside_up, gradient * act, 0.0))
+        return act * up, both
 
     def split(self, pre: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gate and the up columns, as views; without a gate, all columns and None."""
@@ -169,24 +222,75 @@ def _relu2(x: Tensor) -> Tensor:
     return positive * positive
 
 
+# --- Their slopes -----------------------------------------------------------------------------------------
+
+_DENSITY = 1.0 / math.sqrt(2.0 * math.pi)  # of the normal distribution at 0
+_TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715  # of the tanh approximation of gelu
+
+
+def _silu_slope(x: Tensor, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
+    s = sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+def _gelu_slope(
+    x: Tensor, erf: Callable[[Tensor], Tensor] = torch.erf, exp: Callable[[Tensor], Tensor] = torch.exp
+) -> Tensor:
+    return 0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * exp(x * x * -0.5) * _DENSITY
+
+
+def _gelu_tanh_slope(x: Tensor, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
+    s = sigmoid((x + _TANH_CUBE * (x * x * x)) * (2.0 * _TANH_SCALE))
+    return s + x * s * (1.0 - s) * (2.0 * _TANH_SCALE) * (1.0 + 3.0 * _TANH_CUBE * (x * x))
+
+
+def _sigmoid_slope(x: Tensor, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
+    s = sigmoid(x)
+    return s * (1.0 - s)
+
+
+def _relu2_slope(x: Tensor) -> Tensor:
+    return x.relu() * 2.0
+
+
 # --- The registry -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Formula:
-    """The function of the gate, by torch's kernels and by + - × ÷ alone, and the constants that the formula needs."""
+    """The function of the gate and its slope, by torch's kernels and by + - × ÷ alone, and the constants it needs."""
 
     fast: Callable[[Tensor], Tensor]
     written_out: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    slope_written_out: Callable[[Tensor], Tensor]
     constants: tuple[str, ...] = ()
 
 
 _FORMULAS = {
-    "swiglu": _Formula(functional.silu, _silu_written_out),
-    "gelu": _Formula(functional.gelu, _gelu_written_out),
-    "gelu_tanh": _Formula(lambda x: functional.gelu(x, approximate="tanh"), _gelu_tanh_written_out),
-    "relu2": _Formula(_relu2, _relu2),
-    "swiglu_clamped": _Formula(torch.sigmoid, _sigmoid_written_out, ("limit", "alpha", "up_shift")),
+    "swiglu": _Formula(
+        functional.silu, _silu_written_out, _silu_slope, partial(_silu_slope, sigmoid=_sigmoid_written_out)
+    ),
+    "gelu": _Formula(
+        functional.gelu,
+        _gelu_written_out,
+        _gelu_slope,
+        partial(_gelu_slope, erf=erf_written_out, exp=exp_written_out),
+    ),
+    "gelu_tanh": _Formula(
+        lambda x: functional.gelu(x, approximate="tanh"),
+        _gelu_tanh_written_out,
+        _gelu_tanh_slope,
+        partial(_gelu_tanh_slope, sigmoid=_sigmoid_written_out),
+    ),
+    "relu2": _Formula(_relu2, _relu2, _relu2_slope, _relu2_slope),
+    "swiglu_clamped": _Formula(
+        torch.sigmoid,
+        _sigmoid_written_out,
+        _sigmoid_slope,
+        partial(_sigmoid_slope, sigmoid=_sigmoid_written_out),
+        ("limit", "alpha", "up_shift"),
+    ),
 }
 
 # The activations by name.

@@ -16,20 +16,27 @@ and the row's result is the sum over k, in the order of k, in float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import ContractError, InputError, Reason
+from tokenyard.experts.gradients import RowGradients
 from tokenyard.experts.spec import ExpertsSpec, takes_rows
 from tokenyard.experts.state_dicts import convert_old, wrong_dtypes
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights, check_weights
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import ScaleLayout, dtype_name
 from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows, describe
+
+
+# The further payload with the numbers of tokens (`LayerSpec.token_numbers`), by which experts order their rows.
+TOKEN_NUMBERS = "token_numbers"
 
 
 class Experts(nn.Module, ABC):
@@ -58,6 +65,8 @@ class Experts(nn.Module, ABC):
     # Whether slots without rows, whose ids are all -1, cost `compute` next to nothing. It may then be given all slots
     # of a workspace, so that the host need not wait for the number of rows that arrived.
     skips_empty_slots: ClassVar[bool] = False
+    # The device types on which the experts are differentiated: `compute_kept` and `differentiate` work there.
+    trains: ClassVar[tuple[str, ...]] = ()
     # The device types that the rows may be on.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
@@ -82,6 +91,9 @@ class Experts(nn.Module, ABC):
         if spec.batch_invariant and not cls.batch_invariant:
             why = f"the bits of a row of {cls.name} experts depend on the other rows of its batch"
             return Reason(field="sum", value="choices", why=why)
+        if spec.trains and not cls.trains:
+            why = f"{cls.name} experts are for inference: they are not differentiated"
+            return Reason(field="experts", value=cls.name, why=why)
         return None
 
     @classmethod
@@ -125,6 +137,7 @@ class Experts(nn.Module, ABC):
             cls.places_results = vars(cls).get("places_results", False)
             cls.inner_formats = vars(cls).get("inner_formats", ())
             cls.batch_invariant = vars(cls).get("batch_invariant", ())
+            cls.trains = vars(cls).get("trains", ())
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check the weights, and hold a copy of them, or with `adopt=True` the tensors themselves.
@@ -145,7 +158,10 @@ class Experts(nn.Module, ABC):
                 held = held.clone(memory_format=torch.contiguous_format)
             elif not self.any_strides:
                 held = held.contiguous()  # copies only if it is not
-            self.register_buffer(name, held)
+            if spec.trains:
+                self.register_parameter(name, nn.Parameter(held))
+            else:
+                self.register_buffer(name, held)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move and cast the weights with the model, as `nn.Module` does, but do not cast quantized ones."""
@@ -158,6 +174,19 @@ class Experts(nn.Module, ABC):
         """The weights as they are now; copies only where they are held in another form than they were given."""
         shapes = self.spec.shapes()
         return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
+
+    def multiplied(self, weights: ExpertWeights | None = None) -> ExpertWeights:
+        """The weights in the dtype in which they are multiplied: these, or those that are held.
+
+        Experts that are trained multiply in the dtype of the layer, and cast their matrices in each call.
+        """
+        held = self.weights if weights is None else weights
+        if not self.spec.trains:
+            return held
+        matrices = (matrix.detach().to(self.spec.dtype) for matrix in held.plain_matrices())
+        w13, w2 = matrices
+        biases = {name: bias if bias is None else bias.detach() for name, bias in (("b13", held.b13), ("b2", held.b2))}
+        return replace(held, w13=w13, w2=w2, **biases)
 
     def _load_from_state_dict(
         self,
@@ -183,7 +212,7 @@ class Experts(nn.Module, ABC):
     def movable(self) -> dict[str, Tensor]:
         """The tensors to copy when experts move between ranks: the weights as they are held, by name, each `[L, …]`."""
         tensors = self.weights.by_name()
-        held = {buffer.data_ptr() for buffer in self.buffers()}
+        held = {tensor.data_ptr() for tensor in chain(self.buffers(), self.parameters())}
         if any(tensor.data_ptr() not in held for tensor in tensors.values() if tensor.numel()):
             raise InputError(
                 f"{self.name} experts hold {self.spec.weights} weights in a form of their own",
@@ -195,7 +224,8 @@ class Experts(nn.Module, ABC):
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
         format = weight_format(self.spec.weights)
         if not format.quantized or name.startswith("b"):
-            return self.get_buffer(name)
+            tensor: Tensor = getattr(self, name)  # a buffer; of trained experts a parameter
+            return tensor
         payloads = {payload: self.get_buffer(f"{name}_{payload}") for payload in format.payloads(*shape[1:])}
         return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
 
@@ -207,7 +237,8 @@ class Experts(nn.Module, ABC):
         """
         self._check_new(weights)
         for name, tensor in weights.by_name().items():
-            self.get_buffer(name).copy_(tensor)
+            held: Tensor = getattr(self, name)
+            held.copy_(tensor)
 
     def _check_new(self, weights: ExpertWeights) -> None:
         """Raise unless these weights fit the spec and have values, so that `load_` can copy them."""
@@ -229,6 +260,30 @@ class Experts(nn.Module, ABC):
         then.
         """
 
+    def compute_kept(
+        self, received: ReceivedRows, weights: ExpertWeights, *, finalize: bool
+    ) -> tuple[ExpertRows | PlacedRows | UnfinalizedRows, Tensor]:
+        """What `compute` does, bit for bit, with these weights; and what `differentiate` needs beside the rows.
+
+        That is one tensor with a row for each pair, such as the first product.
+        """
+        raise _not_differentiated(self)
+
+    def differentiate(
+        self,
+        received: ReceivedRows,
+        kept: Tensor | None,
+        dy_RH: Tensor,
+        weights: ExpertWeights,
+        sums: Mapping[str, Tensor],
+    ) -> RowGradients:
+        """The gradients of the pairs of received rows, given those of their results.
+
+        `kept` is what `compute_kept` returned beside its result; None: it is to be computed again. `sums` has a float32
+        tensor for each weight whose gradient is wanted, by name; what this batch gives is added to it.
+        """
+        raise _not_differentiated(self)
+
     def forward(
         self, received: ReceivedRows, *, finalize: bool = True
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
@@ -236,6 +291,12 @@ class Experts(nn.Module, ABC):
         self._check_held(received)
         with acting(Party.EXPERTS):
             result = self.compute(received, finalize=finalize)
+        return self.checked(result, received, finalize=finalize)
+
+    def checked(
+        self, result: object, received: ReceivedRows, *, finalize: bool
+    ) -> ExpertRows | PlacedRows | UnfinalizedRows:
+        """The result of `compute` or `compute_kept`; raise unless it is of the type that it must be."""
         expected = ExpertRows if finalize else UnfinalizedRows
         placed = isinstance(result, PlacedRows) and result.buffer is received.results
         if not isinstance(result, expected) and not (finalize and placed):
@@ -244,11 +305,12 @@ class Experts(nn.Module, ABC):
                 expected=f"{expected.__name__}: one type, whatever the kernel underneath returns",
                 fix=f"wrap the kernel's output in {expected.__name__}",
             )
-        return result
+        return cast(ExpertRows | PlacedRows | UnfinalizedRows, result)
 
     def _check_held(self, received: ReceivedRows) -> None:
         """Raise if the weights are on another device than the rows, or were cast to another dtype than the spec's."""
-        held = next(iter(self._buffers.values()), None)
+        tensors = {**self._buffers, **self._parameters}
+        held = next(iter(tensors.values()), None)
         if held is None:  # as in `SelfRoutingExperts`, whose inner experts hold the weights, and check them
             return
         if held.device != received.rows.device:
@@ -260,7 +322,9 @@ class Experts(nn.Module, ABC):
             )
         plain = WEIGHT_DTYPES.get(self.spec.weights)
         # A subclass may hold it in another order, under a longer name.
-        w13 = next((buffer for name, buffer in self._buffers.items() if name.startswith("w13")), None)
+        w13 = next((tensor for name, tensor in tensors.items() if name.startswith("w13")), None)
+        if self.spec.trains:  # wrappers that train with mixed precision cast parameters for the time of a call
+            return
         if plain is not None and w13 is not None and w13.dtype != plain:
             raise InputError(
                 f"w13 is {dtype_name(w13.dtype)}",
@@ -279,6 +343,14 @@ class Experts(nn.Module, ABC):
         """The input of the second product: the activation's result, rounded to the inner format if the spec has one."""
         inner = self.spec.inner
         return hidden_nI if inner is None else inner.encode(hidden_nI.float()).decode(torch.float32)
+
+
+def _not_differentiated(experts: Experts) -> ContractError:
+    return ContractError(
+        f"{type(experts).__name__} was asked for gradients",
+        expected="experts that declare where they are differentiated (`trains`)",
+        fix="implement compute_kept and differentiate, or choose experts='grouped'",
+    )
 
 
 def _without_casts(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -27,7 +27,7 @@ not: a CPU then computes row by row (`tiles.py`), with the reproducible activati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenyard.duties import Duty, record, record_weights
+from tokenyard.duties import Duty, aside, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.experts import workers
-from tokenyard.experts.base import Experts, local_routes
+from tokenyard.experts.base import TOKEN_NUMBERS, Experts, local_routes
+from tokenyard.experts.gradients import FirstProduct, Products, RowGradients, differentiate_pairs
 from tokenyard.experts.pairs import SortedPairs, check_local_id, check_shapes, sort_pairs
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.experts.weights import ExpertWeights
@@ -113,6 +114,7 @@ class GroupedExperts(Experts):
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
     batch_invariant = ("cpu",)
+    trains = ("cpu",)
     _last: tuple[tuple[int, ...], ExpertWeights] | None = None
     # The matrices of each expert of `_last`, transposed, for products of single rows.
     _single: tuple[ExpertWeights, list[Tensor], list[Tensor]] | None = None
@@ -123,6 +125,8 @@ class GroupedExperts(Experts):
         buffers = tuple(
             map(id, self._buffers.values())
         )  # `_last` keeps these tensors alive, so their ids stay unique
+        if self.spec.trains:  # parameters change, and wrappers put others in their place
+            return super().weights
         if self._last is None or self._last[0] != buffers:
             self._last = buffers, super().weights
         return self._last[1]
@@ -133,6 +137,9 @@ class GroupedExperts(Experts):
 
     def _single_matrices(self, weights: ExpertWeights) -> tuple[list[Tensor], list[Tensor]]:
         """Transposed views of each expert's matrices, cached, since making a view takes some microseconds."""
+        if self.spec.trains:
+            w13, w2 = weights.plain_matrices()
+            return list(w13.mT.unbind()), list(w2.mT.unbind())
         if self._single is None or self._single[0] is not weights:
             w13, w2 = weights.plain_matrices()
             self._single = weights, list(w13.mT.unbind()), list(w2.mT.unbind())
@@ -141,29 +148,74 @@ class GroupedExperts(Experts):
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Sort pairs, gather rows, and compute both products; with `finalize`, weight and sum the results."""
         if not torch.is_grad_enabled():
-            return self._compute(received, finalize=finalize)
+            return self._compute(received, self.multiplied(), finalize=finalize)
         with torch.no_grad():
-            return self._compute(received, finalize=finalize)
+            return self._compute(received, self.multiplied(), finalize=finalize)
+
+    @torch.no_grad()
+    def compute_kept(
+        self, received: ReceivedRows, weights: ExpertWeights, *, finalize: bool
+    ) -> tuple[ExpertRows | PlacedRows | UnfinalizedRows, Tensor]:
+        first = FirstProduct(self.spec.dtype)
+        result = self._compute(received, self.multiplied(weights), finalize=finalize, first=first)
+        assert first.pre_NI is not None
+        return result, first.pre_NI
+
+    @torch.no_grad()
+    def differentiate(
+        self,
+        received: ReceivedRows,
+        kept: Tensor | None,
+        dy_RH: Tensor,
+        weights: ExpertWeights,
+        sums: Mapping[str, Tensor],
+    ) -> RowGradients:
+        spec, cast = self.spec, self.multiplied(weights)
+        if kept is None:
+            first = FirstProduct(spec.dtype, only=True)
+            with aside():
+                self._compute(received, cast, finalize=False, first=first)
+            kept = first.pre_NI
+        assert kept is not None
+        products = Products(
+            by_rows=_product,
+            over_rows=lambda a_nO, b_nI: torch.mm(a_nO.t(), b_nI),
+            inner=lambda a_nD, b_nD: (a_nD * b_nD).sum(1),
+            column_sums=lambda a_nD: a_nD.sum(0),
+            reproducible=spec.batch_invariant,
+        )
+        x_RH = self.incoming(received, spec.dtype)
+        return differentiate_pairs(spec, products, self._pairs(received), x_RH, kept, dy_RH, cast, sums)
+
+    def _pairs(self, received: ReceivedRows) -> SortedPairs:
+        numbers = received.extra.get(TOKEN_NUMBERS)
+        return sort_pairs(local_routes(received), self.spec.num_local_experts, numbers)
 
     def _compute(
-        self, received: ReceivedRows, *, finalize: bool
+        self,
+        received: ReceivedRows,
+        weights: ExpertWeights,
+        *,
+        finalize: bool,
+        first: FirstProduct | None = None,
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
+        """The results; `first` takes the first product. If it wants that `only`, the results are not valid."""
         spec = self.spec
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
-        routes, weights = local_routes(received), self.weights
+        routes = local_routes(received)
         by_tiles = isinstance(weights.w13, QuantizedMatrix) or spec.batch_invariant
         one_row = received.num_rows == 1 and routes.ids_RK.shape[:1] == (1,)
         if one_row and not by_tiles and routes.ids_RK.is_cpu:
-            return self._one_row(weights, received, routes, finalize=finalize)
-        pairs = sort_pairs(routes, spec.num_local_experts)
+            return self._one_row(weights, received, routes, finalize=finalize, first=first)
+        pairs = self._pairs(received)
         if by_tiles:
-            y_NH = self._tile_by_tile(weights, self.incoming(received, torch.float32), pairs)
+            y_NH = self._tile_by_tile(weights, self.incoming(received, torch.float32), pairs, first)
         else:
             x_RH = self.incoming(received, weights.plain_matrices()[0].dtype)
             at_once = self._path(weights, max(pairs.counts, default=0)) == "grouped_mm"
             compute = self._all_at_once if at_once else self._one_by_one
-            y_NH = compute(weights, x_RH, pairs)
+            y_NH = compute(weights, x_RH, pairs, first)
         weights_N = torch.ones_like(pairs.weights_N) if spec.weight_on == "input" else pairs.weights_N
         if finalize:
             return sum_choices(y_NH, weights_N, pairs, received.place)
@@ -237,17 +289,27 @@ class GroupedExperts(Experts):
             return (x_nH.float() * pairs.weights_N[chosen].unsqueeze(1)).to(dtype)
         return x_nH.to(dtype)
 
-    def _all_at_once(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+    def _all_at_once(
+        self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs, first: FirstProduct | None
+    ) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
         order, matrices = pairs.by_expert_N, weights.plain_matrices()
         if order.shape[0] == 0:
+            if first is not None:
+                first.take(x_RH.new_empty(0, matrices[0].shape[1]))
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
         x_NH = self._inputs(x_RH, pairs, order, matrices[0].dtype)
-        return self._both_products(weights, matrices, x_NH, pairs.expert_N, partial(_by_groups, ends_L))
+        return self._both_products(weights, matrices, x_NH, pairs.expert_N, partial(_by_groups, ends_L), first)
 
     def _one_row(
-        self, weights: ExpertWeights, received: ReceivedRows, routes: LocalRoutes, *, finalize: bool
+        self,
+        weights: ExpertWeights,
+        received: ReceivedRows,
+        routes: LocalRoutes,
+        *,
+        finalize: bool,
+        first: FirstProduct | None,
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """The result of a batch of one row, choice by choice, without sorting or gathering."""
         check_shapes(routes)
@@ -268,7 +330,11 @@ class GroupedExperts(Experts):
         y_NH = x_1H.new_empty(0, self.spec.hidden_size)
         if experts:
             single, by_row = self._single_matrices(weights), partial(_row_by_row, experts)
-            y_NH = self._both_products(weights, single, x_NH, experts, by_row)
+            y_NH = self._both_products(weights, single, x_NH, experts, by_row, first)
+            if first is not None and first.pre_NI is not None:  # in the order of the choices
+                first.pre_NI = first.pre_NI[torch.tensor(experts).argsort(stable=True)]
+        elif first is not None:
+            first.take(x_1H.new_empty(0, w13.shape[1]))
         if not finalize:
             index_N = torch.tensor(choices, dtype=torch.int64)
             weights_N = weights_N1.squeeze(1).clone()  # may still be a view of the routes
@@ -290,20 +356,29 @@ class GroupedExperts(Experts):
         x_NH: Tensor,
         expert_N: Tensor | list[int],
         product: Callable[[Tensor, Matrices], Tensor],
+        first: FirstProduct | None = None,
     ) -> Tensor:
         """Both products of rows, whose experts are `expert_N`, with the function `product(rows, matrices)`."""
         w13, w2 = matrices
         pre = product(x_NH, w13)
         if weights.b13 is not None:
             pre = pre + weights.b13[expert_N].float()
+        if first is not None:
+            first.take(pre)
+            if first.only:
+                return x_NH.new_empty(pre.shape[0], self.spec.hidden_size)
         y_NH = product(self.spec.activation(pre).to(x_NH.dtype), w2)
         return y_NH if weights.b2 is None else y_NH + weights.b2[expert_N].float()
 
-    def _one_by_one(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+    def _one_by_one(
+        self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs, first: FirstProduct | None
+    ) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, expert by expert, in float32."""
         (w13, w2), b13, b2 = weights.plain_matrices(), weights.b13, weights.b2
         shape = (len(pairs.index_N), self.spec.hidden_size)
         y_NH = torch.empty(shape, dtype=torch.float32, device=w13.device)
+        if first is not None:
+            first.pre_NI = w13.new_empty(shape[0], w13.shape[1], dtype=first.dtype)
 
         def compute_one(expert_and_run: tuple[int, slice]) -> None:
             expert, run = expert_and_run
@@ -314,6 +389,10 @@ class GroupedExperts(Experts):
             pre = _product(x_nH, w13[expert])
             if b13 is not None:
                 pre = pre + b13[expert].float()
+            if first is not None and first.pre_NI is not None:
+                first.pre_NI[run] = pre
+                if first.only:
+                    return
             y_nH = _product(self.spec.activation(pre).to(x_nH.dtype), w2[expert], out=y_NH[run])
             if b2 is not None:
                 y_nH += b2[expert].float()
@@ -321,11 +400,17 @@ class GroupedExperts(Experts):
         _for_each(compute_one, pairs.runs(), pairs.counts, y_NH.device)
         return y_NH
 
-    def _tile_by_tile(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+    def _tile_by_tile(
+        self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs, first: FirstProduct | None
+    ) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, in float32, from weights decoded tile by tile."""
         runs, invariant = list(pairs.runs()), self.spec.batch_invariant
         x_NH = self._inputs(x_RH, pairs, pairs.by_expert_N, torch.float32)
         pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs, row_by_row=invariant)
+        if first is not None:
+            first.take(pre)
+            if first.only:
+                return x_NH
         act = self.spec.activation.reproducible if invariant else self.spec.activation
         return product_by_tiles(self.between(act(pre)), weights.w2, weights.b2, runs, row_by_row=invariant)
 

@@ -71,8 +71,12 @@ def check_local_id(highest: int, num_local_experts: int) -> None:
         )
 
 
-def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
+def sort_pairs(
+    routes: LocalRoutes, num_local_experts: int, token_numbers: Tensor | None = None
+) -> SortedPairs:
     """Find the pairs of a batch and sort them by expert; ties keep the order of `index_N`.
+
+    With the numbers of the rows' tokens, `[R, 1]`, the pairs of an expert are sorted by these.
 
     >>> routes = LocalRoutes(ids_RK=torch.tensor([[1, -1], [0, 1], [-1, -1]]), weights_RK=torch.ones(3, 2))
     >>> pairs = sort_pairs(routes, 2)
@@ -83,7 +87,12 @@ def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
     ids_RK, weights_RK = routes.ids_RK, routes.weights_RK
     ids = ids_RK.reshape(-1)
     index_N = (ids >= 0).nonzero().view(-1)
-    expert_N, by_expert_N = torch.sort(ids[index_N], stable=True)
+    if token_numbers is None:
+        expert_N, by_expert_N = torch.sort(ids[index_N], stable=True)
+    else:
+        by_number_N = torch.argsort(token_numbers.view(-1)[index_N // ids_RK.shape[1]], stable=True)
+        expert_N, order_N = torch.sort(ids[index_N[by_number_N]], stable=True)
+        by_expert_N = by_number_N[order_N]
     counts_L = torch.bincount(expert_N, minlength=num_local_experts)
     check_local_id(counts_L.shape[0] - 1, num_local_experts)
     return SortedPairs(

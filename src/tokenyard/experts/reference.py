@@ -22,13 +22,16 @@ The same argument holds on a GPU, and between a CPU and a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from tokenyard.duties import record_weights
-from tokenyard.experts.base import Experts, local_routes
-from tokenyard.experts.pairs import sort_pairs
-from tokenyard.experts.weights import expert_matrix
+from tokenyard.duties import aside, record_weights
+from tokenyard.experts.base import TOKEN_NUMBERS, Experts, local_routes
+from tokenyard.experts.gradients import FirstProduct, Products, RowGradients, differentiate_pairs
+from tokenyard.experts.pairs import SortedPairs, sort_pairs
+from tokenyard.experts.weights import ExpertWeights, expert_matrix
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
@@ -50,13 +53,53 @@ class ReferenceExperts(Experts):
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
     batch_invariant = ("cpu", "cuda")
+    trains = ("cpu",)
 
-    @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Compute expert by expert, in float32."""
-        spec, weights = self.spec, self.weights
-        pairs = sort_pairs(local_routes(received), spec.num_local_experts)
+        return self._compute(received, self.multiplied(), None, finalize=finalize)
+
+    def compute_kept(
+        self, received: ReceivedRows, weights: ExpertWeights, *, finalize: bool
+    ) -> tuple[ExpertRows | PlacedRows | UnfinalizedRows, Tensor]:
+        first = FirstProduct(self.spec.dtype)
+        result = self._compute(received, self.multiplied(weights), first, finalize=finalize)
+        assert first.pre_NI is not None
+        return result, first.pre_NI
+
+    @torch.no_grad()
+    def differentiate(
+        self,
+        received: ReceivedRows,
+        kept: Tensor | None,
+        dy_RH: Tensor,
+        weights: ExpertWeights,
+        sums: Mapping[str, Tensor],
+    ) -> RowGradients:
+        cast = self.multiplied(weights)
+        if kept is None:
+            first = FirstProduct(self.spec.dtype, only=True)
+            with aside():
+                self._compute(received, cast, first, finalize=False)
+            kept = first.pre_NI
+        assert kept is not None
+        pairs, x_RH = self._pairs(received), self.incoming(received, torch.float32)
+        return differentiate_pairs(self.spec, _PRODUCTS, pairs, x_RH, kept, dy_RH, cast, sums)
+
+    def _pairs(self, received: ReceivedRows) -> SortedPairs:
+        numbers = received.extra.get(TOKEN_NUMBERS)
+        return sort_pairs(local_routes(received), self.spec.num_local_experts, numbers)
+
+    @torch.no_grad()
+    def _compute(
+        self, received: ReceivedRows, weights: ExpertWeights, first: FirstProduct | None, *, finalize: bool
+    ) -> ExpertRows | PlacedRows | UnfinalizedRows:
+        """The results; `first` takes the first product."""
+        spec = self.spec
+        pairs = self._pairs(received)
         x_RH = self.incoming(received, torch.float32)
+        if first is not None:
+            first.pre_NI = x_RH.new_empty(len(pairs.index_N), weights.w13.shape[1], dtype=first.dtype)
         weights_N, row_N = pairs.weights_N, pairs.row_N
         rows_NH = x_RH.new_empty(len(row_N), spec.hidden_size)
         for expert, run in pairs.runs():
@@ -68,6 +111,10 @@ class ReferenceExperts(Experts):
             pre = product_written_out(x_nH, expert_matrix(weights.w13, expert))
             if weights.b13 is not None:
                 pre += weights.b13[expert].float()
+            if first is not None and first.pre_NI is not None:
+                first.pre_NI[run] = pre
+                if first.only:
+                    continue
             hidden_nI = self.between(spec.activation.reproducible(pre))
             y_nH = product_written_out(hidden_nI, expert_matrix(weights.w2, expert))
             if weights.b2 is not None:
@@ -106,6 +153,19 @@ def product_written_out(x_nD: Tensor, w_OD: Tensor) -> Tensor:
             products = some_rows * w.narrow(output_dim, o, min(output_step, outputs - o))
             sums_nO[n : n + row_step, o : o + output_step] = _fold(products, -1 if last else 0)
     return sums_nO
+
+
+def _fold_columns(terms_nD: Tensor) -> Tensor:
+    return _fold(terms_nD.clone(), 0)
+
+
+_PRODUCTS = Products(
+    by_rows=product_written_out,
+    over_rows=lambda a_nO, b_nI: product_written_out(a_nO.t(), b_nI.t()),
+    inner=lambda a_nD, b_nD: _fold(a_nD * b_nD, -1),
+    column_sums=_fold_columns,
+    reproducible=True,
+)
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:

@@ -39,6 +39,9 @@ class ExpertsSpec:
     num_experts: int | None = None
     # Whether the bits of a row's results must not depend on the other rows of its batch.
     batch_invariant: bool = False
+    # Whether the weights are parameters, of which a backward computes gradients (`plan(training=True)`). They may be
+    # of any plain dtype then: they are multiplied in `dtype`, to which each call casts them.
+    trains: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the weights, by the name of their field in `ExpertWeights`."""

@@ -12,13 +12,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenyard.duties import NO_CONTEXT, Duty, Party, acting
 from tokenyard.errors import InputError
 from tokenyard.experts import Experts
+from tokenyard.experts.base import TOKEN_NUMBERS
 from tokenyard.formats.base import dtype_name, is_matrix
 from tokenyard.group import Group
 from tokenyard.group.base import Background
@@ -37,6 +39,10 @@ from tokenyard.rows import (
 )
 
 
+if TYPE_CHECKING:
+    from tokenyard.layer.training import Tape
+
+
 class Inputs(NamedTuple):
     """What a layer is called with: the tokens of this rank."""
 
@@ -45,6 +51,15 @@ class Inputs(NamedTuple):
     payloads: Mapping[str, Tensor] | None = None  # further payloads, by name
     out: Tensor | None = None  # where the result is written
     add: Tensor | None = None  # what is added to it
+    token_numbers: Tensor | None = None  # a number for each token, if the layer declares them
+
+    @property
+    def extra(self) -> Mapping[str, Tensor] | None:
+        """All that travels with the rows: further payloads, and token numbers as a payload of one column."""
+        if self.token_numbers is None:
+            return self.payloads
+        numbers = self.token_numbers.unsqueeze(1) if self.token_numbers.dim() == 1 else self.token_numbers
+        return {**(self.payloads or {}), TOKEN_NUMBERS: numbers}
 
 
 class Call(NamedTuple):
@@ -56,6 +71,7 @@ class Call(NamedTuple):
         Tensor | Background[Tensor]
     ]  # what is added to the sum: results of shared experts, a residual
     audit: Audit | None  # counts the duties of the call, in a paranoid plan
+    tape: Tape | None = None  # keeps what a backward needs, if the call is differentiated
 
     def recording(self) -> AbstractContextManager[object]:
         """Record the duties that are done inside the block, if the plan is paranoid."""
@@ -97,11 +113,16 @@ def route(wiring: Wiring, routes_or_logits: Routes | Tensor) -> Routes | Routing
 
 
 def run_experts(
-    wiring: Wiring, experts: Experts, received: ReceivedRows, slot_of_L: Tensor | None = None
+    wiring: Wiring,
+    experts: Experts,
+    received: ReceivedRows,
+    slot_of_L: Tensor | None = None,
+    compute: Callable[..., Any] | None = None,
 ) -> ExpertResult:
     """Run the experts on the received rows, and do the duties that the wiring gives to the receiver.
 
-    `slot_of_L` is the slot of each local expert in the weights; None if local expert l is in slot l.
+    `slot_of_L` is the slot of each local expert in the weights; None if local expert l is in slot l. `compute` is
+    called in place of the experts.
     """
     with acting(Party.RECEIVER):
         if slot_of_L is not None and isinstance(received.routes, LocalRoutes):
@@ -113,12 +134,19 @@ def run_experts(
             received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
         if experts.places_results:
             received = _with_place(received)
-        result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
+        finalize = wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS
+        with without_autocast(received.rows.device.type):
+            result = (compute or experts)(received, finalize=finalize)
         if wiring.exchange_spec.sums_choices:
             return check_choice_rows(result.weighted(), received)
         if isinstance(result, UnfinalizedRows):
             result = result.finish()
     return check_result(result, received)
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Inside the block, torch computes in the dtypes of its operands: experts have chosen these."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_CONTEXT
 
 
 def _with_place(received: ReceivedRows) -> ReceivedRows:

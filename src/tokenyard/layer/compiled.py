@@ -37,7 +37,10 @@ from tokenyard.layer.call import Inputs
 from tokenyard.routing import Routes
 
 # What to do where gradients are refused.
-INFERENCE = "call the model under torch.no_grad(), after model.eval(), or after model.requires_grad_(False)"
+INFERENCE = (
+    "plan(..., training=True) to train; to infer, call the model under torch.no_grad(), after model.eval(), or after "
+    "model.requires_grad_(False)"
+)
 
 # The layers by their keys. The references are weak: a layer that is freed leaves no entry.
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()

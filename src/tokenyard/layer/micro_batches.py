@@ -26,6 +26,7 @@ def overlapped(
     payloads: Mapping[str, Tensor] | None = None,
     out: Tensor | None = None,
     add: Tensor | None = None,
+    token_numbers: Tensor | None = None,
 ) -> Tensor:
     """Call a layer on a batch in parts: one part is computed while others travel. `parts` is the same on all ranks.
 
@@ -50,21 +51,27 @@ def overlapped(
     _check_parts(layer, parts)
     further = dict(payloads or {})
     _check_rows(layer, {"x_TH": x_TH, "routes": routes_or_logits, **further, "out": out, "add": add})
-    y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format) if out is None else out
+    # The parts of a call that is differentiated are nodes of the graph. Else they are written into one tensor.
+    joins = out is None and layer.wiring.gradients is not None and torch.is_grad_enabled()
+    y_TH = out
+    if y_TH is None and not joins:
+        y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     started = []
     for start, end in _bounds(len(x_TH), parts):
         pending = layer.start(
             x_TH[start:end],
             _cut(routes_or_logits, start, end),
             payloads={name: tensor[start:end] for name, tensor in further.items()},
-            out=y_TH.detach()[start:end],
+            out=None if y_TH is None else y_TH.detach()[start:end],
             add=None if add is None else add[start:end],
+            token_numbers=None if token_numbers is None else token_numbers[start:end],
         )
         started.append(pending)
     for pending in started:
         pending.compute()
-    for pending in started:
-        pending.finish()
+    parts_of_y = [pending.finish() for pending in started]
+    if y_TH is None:
+        return torch.cat(parts_of_y)
     return refuse_gradients(layer, y_TH, Inputs(x_TH, routes_or_logits, add=add))
 
 

@@ -12,6 +12,7 @@ x_TH ── router ──► routes
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +28,7 @@ from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group.base import Background
 from tokenyard.group.own_process import not_pickled
+from tokenyard.layer import training
 from tokenyard.layer.building import LocalIds, build_experts, built_for, check_fits, check_shared
 from tokenyard.layer.call import Call, Inputs, SharedExpertsCall, check_rows, route, run_experts
 from tokenyard.layer.compiled import (
@@ -114,6 +116,11 @@ class MoELayer(nn.Module):
         )
 
     @property
+    def open_backwards(self) -> weakref.WeakSet[object]:
+        """Forwards of all layers of the plan whose backward is due."""
+        return self._state.open_backwards
+
+    @property
     def wiring(self) -> Wiring:
         """The layer's present wiring: it changes when the plan grows, or goes on without a rank."""
         wiring = self.plan.wiring(self.name)
@@ -142,11 +149,15 @@ class MoELayer(nn.Module):
         payloads: Mapping[str, Tensor] | None = None,
         out: Tensor | None = None,
         add: Tensor | None = None,
+        token_numbers: Tensor | None = None,
     ) -> Tensor:
-        """Send tokens to their experts, and return the sum of the results, plus `add` if given, in `out` if given."""
+        """Send tokens to their experts, and return the sum of the results, plus `add` if given, in `out` if given.
+
+        `token_numbers` (int64 `[T]`) are those that `LayerSpec.token_numbers` declares.
+        """
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
-        inputs = Inputs(x_TH, routes_or_logits, payloads, out, add)
+        inputs = Inputs(x_TH, routes_or_logits, payloads, out, add, token_numbers)
         while self._state.survive:
             try:
                 y_TH = self._call(inputs)
@@ -166,7 +177,13 @@ class MoELayer(nn.Module):
             while not trip.is_sent_back:  # one pass, unless `max_rows` cuts the batch
                 self._advance(trip, call)
             y_TH = trip.result()
-        return refuse_gradients(self, y_TH, inputs) if torch.is_grad_enabled() else y_TH
+        return self._differentiable(trip, call, y_TH) if torch.is_grad_enabled() else y_TH
+
+    def _differentiable(self, trip: RoundTrip, call: Call, y_TH: Tensor) -> Tensor:
+        """The result as a node of the graph; without a training plan, `backward` through it raises."""
+        if call.tape is not None:
+            return call.tape.attach(trip, call, y_TH)
+        return refuse_gradients(self, y_TH, call.inputs)
 
     def _begin(self) -> AbstractContextManager[RoundTrip]:
         if self._state.changes is not None:
@@ -184,15 +201,19 @@ class MoELayer(nn.Module):
     ) -> Call:
         """Send rows out, and run the shared experts while they travel."""
         wiring, exchange = self._wiring, self.plan.exchange
-        terms: list[Tensor | Background[Tensor]] = [] if inputs.add is None else [inputs.add]
-        call = Call(wiring, inputs, terms, Audit(wiring) if wiring.exchange_spec.checksummed else None)
-        if torch.is_grad_enabled():
+        tape = None
+        if wiring.gradients is not None:
+            inputs, tape = training.begin(self, trip, inputs)
+        elif torch.is_grad_enabled():
             refuse_training(self, inputs)
+        terms: list[Tensor | Background[Tensor]] = [] if inputs.add is None else [inputs.add]
+        audit = Audit(wiring) if wiring.exchange_spec.checksummed else None
+        call = Call(wiring, inputs, terms, audit, tape)
         with call.recording():  # a paranoid plan counts every duty
             check_rows(wiring, inputs.x_TH)
             routes = route(wiring, inputs.routes_or_logits)
-            rows = exchange.encode(wiring.exchange_spec, inputs.x_TH)
-            trip.send(rows, routes, inputs.payloads, ahead=ahead)
+            rows = exchange.encode(wiring.exchange_spec, inputs.x_TH.detach())
+            trip.send(rows, routes, inputs.extra, ahead=ahead)
         if shared is not None:
             terms.insert(0, exchange.run_overlapped(partial(shared, inputs.x_TH)))
         return call
@@ -201,7 +222,8 @@ class MoELayer(nn.Module):
         """Wait for the rows of this pass, and run the experts on them."""
         with call.recording():
             received = trip.receive()
-            result = run_experts(call.wiring, self.experts, received, self._slot_of_L)
+            run = run_experts if call.tape is None else call.tape.run_experts
+            result = run(call.wiring, self.experts, received, self._slot_of_L)
             if call.audit is not None:
                 call.audit.settle(call.inputs.x_TH.shape[0], call.inputs.routes_or_logits, received)
         return result
@@ -226,6 +248,7 @@ class MoELayer(nn.Module):
             x_TH=torch.empty(0, spec.hidden_size, dtype=spec.dtype, device=device),
             routes_or_logits=Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling),
             payloads={p.name: torch.empty(0, p.width, dtype=p.dtype, device=device) for p in spec.payloads},
+            token_numbers=ids_TK[:, 0] if spec.token_numbers else None,
         )
 
     @outside_of_the_graph  # of a compiled model
@@ -237,12 +260,13 @@ class MoELayer(nn.Module):
         payloads: Mapping[str, Tensor] | None = None,
         out: Tensor | None = None,
         add: Tensor | None = None,
+        token_numbers: Tensor | None = None,
     ) -> PendingBatch:
         """Send tokens to their experts, and return while they travel. `finish` of the returned object does the rest.
 
         In a plan with `survive=True`, do not change rows and routes before `finish` returns: they may be sent again.
         """
-        return PendingBatch(self, Inputs(x_TH, routes_or_logits, payloads, out, add))
+        return PendingBatch(self, Inputs(x_TH, routes_or_logits, payloads, out, add, token_numbers))
 
     @outside_of_the_graph
     def unreduced(

@@ -20,7 +20,6 @@ from torch import Tensor
 from tokenyard.errors import HandleError, PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.layer.call import Call, Inputs
-from tokenyard.layer.compiled import refuse_gradients
 from tokenyard.planning.planner import state_of
 
 if TYPE_CHECKING:
@@ -101,7 +100,9 @@ class PendingBatch:
         state = state_of(layer.plan)
         if state.survive:
             state.calls += 1
-        return refuse_gradients(layer, y_TH, self._inputs)
+        assert self._trip is not None
+        assert self._call is not None
+        return layer._differentiable(self._trip, self._call, y_TH)
 
     def _come_home(self, trip: RoundTrip) -> Tensor:
         trips = self._layer.plan.exchange.trips

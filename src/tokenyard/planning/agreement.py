@@ -75,7 +75,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
 
     If the exchange was chosen by `auto`, another one may be chosen here.
     """
-    exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
+    exchange_specs = drafted.exchange_specs
 
     def refusal(exchange: type[Transport]) -> Reason | None:
         reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
@@ -98,6 +98,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
                 in_flight=drafted.in_flight,
                 max_rows=drafted.max_rows,
                 sms=drafted.sms,
+                training=drafted.training,
                 paranoid=drafted.paranoid,
                 renormalize_dropped=drafted.renormalize_dropped,
                 device=group.device,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenyard import experts as experts_room
 from tokenyard import formats
-from tokenyard.errors import Alternative, Reason, shown
+from tokenyard.errors import Alternative, Reason, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts.spec import EXACT
@@ -56,7 +56,20 @@ def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
         "placement": list(PLACEMENTS),
         "top_k": [spec.router.top_k] if isinstance(spec.router, Router) else [],
         "routed_scaling": [None],
+        "spare_experts": [0],
+        "gradient_wire": [None],
+        "router": _other_routers(spec.router),
     }
+
+
+def _other_routers(router: Router | None) -> list[Router]:
+    """The same router without renormalization, if it can do without."""
+    if not isinstance(router, Router) or not router.renormalize:
+        return []
+    try:
+        return [replace(router, renormalize=False)]
+    except TokenyardError:  # a softmax over the chosen is renormalized by its nature
+        return []
 
 
 def alternatives(

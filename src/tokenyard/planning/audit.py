@@ -19,9 +19,14 @@ from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
 
-def settle(wiring: Wiring, ledger: Ledger, dues: Mapping[Duty, int | None]) -> None:
+def settle(
+    wiring: Wiring,
+    ledger: Ledger,
+    dues: Mapping[Duty, int | None],
+    duties: Mapping[Duty, Party] | None = None,
+) -> None:
     """Raise unless each duty was done by its party, on as many rows as it is due on, once."""
-    for duty, party in wiring.duties.items():
+    for duty, party in (wiring.duties if duties is None else duties).items():
         done, due = ledger.rows(duty), dues[duty]
         if not _fits(wiring, party, done, due):
             raise Corrupted(
@@ -50,7 +55,7 @@ def _due(
         if isinstance(routes, Routes):  # ready routes are scaled already
             return 0
         return received.num_rows if wiring.exchange_spec.carries_logits else num_tokens
-    if duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):
+    if duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS, Duty.WEIGHT_GRADIENT):
         if not isinstance(received.routes, LocalRoutes):
             return None
         pairs_RK = received.routes.ids_RK >= 0
@@ -67,8 +72,9 @@ def _told(done: dict[Party, int]) -> str:
 class Audit:
     """Records the duties that are done for one batch of a paranoid plan, and compares them with the wiring."""
 
-    def __init__(self, wiring: Wiring) -> None:
+    def __init__(self, wiring: Wiring, duties: Mapping[Duty, Party] | None = None) -> None:
         self._wiring = wiring
+        self._duties = wiring.duties if duties is None else duties  # those of a backward are others
         self._ledger = Ledger() if wiring.exchange_spec.checksummed else None
         self._dues: dict[Duty, int | None] = {}  # rows on which each duty was due, in all passes so far
 
@@ -81,8 +87,8 @@ class Audit:
         if self._ledger is None:
             return
         tokens = 0 if self._dues else num_tokens  # the sender does its duties once, for all passes
-        for duty, party in self._wiring.duties.items():
+        for duty, party in self._duties.items():
             due = _due(self._wiring, duty, party, tokens, routes_or_logits, received)
             before = self._dues.get(duty, 0)
             self._dues[duty] = None if due is None or before is None else before + due
-        settle(self._wiring, self._ledger, self._dues)
+        settle(self._wiring, self._ledger, self._dues, self._duties)

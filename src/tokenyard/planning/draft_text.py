@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 from tokenyard.exchange import ExchangeSpec, HostMap
 from tokenyard.exchange.workspace import LayerBytes
+from tokenyard.planning.gradients import GradientWiring
 from tokenyard.planning.wiring import Wiring
 from tokenyard.units import count, size, span
 
@@ -14,10 +16,10 @@ from tokenyard.units import count, size, span
 _MOST_LINKS = 6
 
 
-def describe_wiring(wiring: Wiring, nbytes: LayerBytes) -> dict[str, Any]:
+def describe_wiring(wiring: Wiring, region_bytes: Callable[[ExchangeSpec], LayerBytes]) -> dict[str, Any]:
     """A layer's shape, formats, duties and bytes, without its name, so that layers that are alike have the same."""
-    spec = wiring.spec
-    return {
+    spec, nbytes = wiring.spec, region_bytes(wiring.exchange_spec)
+    row = {
         "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
         "experts": f"{wiring.experts.name}{chosen(wiring.experts_reason)}, "
         f"{spec.weights} weights{_between(wiring)}, "
@@ -36,17 +38,46 @@ def describe_wiring(wiring: Wiring, nbytes: LayerBytes) -> dict[str, Any]:
         if wiring.exchange_spec.sums_choices
         else 1.0,
     }
+    if wiring.gradients is not None:
+        row["gradients"] = _describe_gradients(wiring.gradients, spec.keep, region_bytes)
+    return row
+
+
+def _describe_gradients(
+    gradients: GradientWiring, keep: str, region_bytes: Callable[[ExchangeSpec], LayerBytes]
+) -> dict[str, Any]:
+    nbytes = region_bytes(gradients.exchange_spec)
+    return {
+        "wire": str(gradients.exchange_spec.wire),
+        "keep": keep,
+        "duties": {duty.value: party.value for duty, party in gradients.duties.items()},
+        "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
+        "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
+    }
+
+
+def _lines_of_gradients(gradients: dict[str, Any]) -> list[str]:
+    per_row, per_rank = gradients["bytes_per_row"], gradients["bytes_per_rank"]
+    return [
+        f"    gradients {gradients['wire']} ({per_row['dispatch']} bytes a row), back {gradients['wire']} "
+        f"({per_row['combine']}); a forward keeps {gradients['keep']}",
+        f"      {_told(gradients['duties'])}",
+        f"      at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank",
+    ]
+
+
+def _told(duties: dict[str, str]) -> str:
+    return ", ".join(f"{duty}: {who}" for duty, who in duties.items() if who != "–")
 
 
 def lines_of_row(row: dict[str, Any]) -> list[str]:
     """The lines that `print(plan)` shows for all layers that share one description."""
-    duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
     per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
     lines = [
         f"  {span(row['layers'])}: {row['shape']}; {row['experts']}",
         f"    wire {row['wire']} ({per_row['dispatch']} bytes a row), "
         f"back {row['combine_wire']} ({per_row['combine']}); up to {row['max_tokens']} tokens a rank",
-        f"    {duties}",
+        f"    {_told(row['duties'])}",
     ]
     if row["sum"] != "ranks":
         lines.append(
@@ -64,7 +95,7 @@ def lines_of_row(row: dict[str, Any]) -> list[str]:
     ]
     if len(row["links"]) > _MOST_LINKS:
         lines.append(f"    and {len(row['links']) - _MOST_LINKS} more links between hosts")
-    return lines
+    return lines + (_lines_of_gradients(row["gradients"]) if "gradients" in row else [])
 
 
 def chosen(reason: str | None) -> str:

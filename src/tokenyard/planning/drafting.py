@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from tokenyard.errors import InputError, PlanError, Reason, TokenyardError, shown
-from tokenyard.exchange import Transport
+from tokenyard.exchange import ExchangeSpec, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.planning.alternatives import alternatives
 from tokenyard.planning.choosing import AUTO, choose_exchange
@@ -57,14 +57,17 @@ class Draft:
     # The multiprocessors of a GPU that the exchange of one rank takes, at most; None: as many as are free.
     sms: int | None = None
     exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
+    training: bool = False  # whether the weights of its layers are parameters, and calls have a backward
 
     def on_hosts(self, hosts: tuple[int, ...]) -> Draft:
         """The same draft with the host of each rank, for an exchange that sums inside each host first."""
-        wirings = [
-            replace(wiring, exchange_spec=replace(wiring.exchange_spec, hosts=hosts))
-            for wiring in self.wirings
-        ]
-        return replace(self, wirings=tuple(wirings))
+        return replace(self, wirings=tuple(_with(wiring, hosts=hosts) for wiring in self.wirings))
+
+    @property
+    def exchange_specs(self) -> list[ExchangeSpec]:
+        """All round trips that the exchange serves: those of the layers, then in a training plan of their gradients."""
+        gradients = [w.gradients.exchange_spec for w in self.wirings if w.gradients is not None]
+        return [wiring.exchange_spec for wiring in self.wirings] + gradients
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -74,18 +77,18 @@ class Draft:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of `plan` other than layers and exchange, as plain values: a plan that changes keeps them."""
-        names = ("in_flight", "max_rows", "sms", "paranoid", "renormalize_dropped")
+        names = ("in_flight", "max_rows", "sms", "paranoid", "renormalize_dropped", "training")
         return {name: getattr(self, name) for name in names}
 
     @property
     def dispatch_bytes(self) -> int:
         """The largest dispatch region of any layer, on one rank."""
-        return max(self.exchange.region_bytes(wiring.exchange_spec).dispatch for wiring in self.wirings)
+        return max(self.exchange.region_bytes(spec).dispatch for spec in self.exchange_specs)
 
     @property
     def combine_bytes(self) -> int:
         """The largest combine region of any layer, on one rank."""
-        return max(self.exchange.region_bytes(wiring.exchange_spec).combine for wiring in self.wirings)
+        return max(self.exchange.region_bytes(spec).combine for spec in self.exchange_specs)
 
     @property
     def workspace_bytes(self) -> int:
@@ -124,7 +127,7 @@ class Draft:
         """A row per distinct wiring: its layers, who does each duty, bytes. For tables and JSON."""
         distinct: dict[str, dict[str, Any]] = {}
         for wiring in self.wirings:
-            row = describe_wiring(wiring, self.exchange.region_bytes(wiring.exchange_spec))
+            row = describe_wiring(wiring, self.exchange.region_bytes)
             distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(wiring.spec.name)
         return list(distinct.values())
 
@@ -138,6 +141,7 @@ class Draft:
             f"plan of {count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}, exchange "
             f"{self.exchange.name}{chosen(self.exchange_reason)}, {self.in_flight} in flight{sms}"
             + (", paranoid" if self.paranoid else "")
+            + (", training" if self.training else "")
         ]
         for row in self.rows():
             lines += lines_of_row(row)
@@ -162,6 +166,7 @@ def draft(
     max_rows: int | None = None,
     sms: int | None = None,
     paranoid: bool = False,
+    training: bool = False,
     device: torch.device | None = None,
 ) -> Draft:
     """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise.
@@ -178,6 +183,7 @@ def draft(
         max_rows=max_rows,
         sms=sms,
         paranoid=_is_paranoid(paranoid),
+        training=training,
         device=device,
     )
 
@@ -193,6 +199,7 @@ def draft_ignoring_env(
     sms: int | None = None,
     paranoid: bool,
     renormalize_dropped: bool = False,
+    training: bool = False,
     device: torch.device | None,
 ) -> Draft:
     """`draft` without environment variables: an existing plan that changes keeps the settings that it was made with."""
@@ -201,7 +208,15 @@ def draft_ignoring_env(
     _check_max_rows(max_rows, world)
     if sms is not None:
         _check_counts(sms=(sms, _MOST_SMS))
-    wire = partial(wire_layer, world=world, max_tokens=max_tokens, max_rows=max_rows, device=device)
+    wire = partial(
+        wire_layer,
+        world=world,
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        device=device,
+        num_layers=len(layers),
+        training=_is_training(training),
+    )
 
     @cache
     def wired_by(exchange: type[Transport], index: int) -> Wiring | Reason:
@@ -245,10 +260,7 @@ def draft_ignoring_env(
         except TokenyardError as error:  # the `PlanError` above, or an unknown name
             error.at(layer=spec.name)
             raise
-        exchange_spec = replace(
-            wired.exchange_spec, renormalizes_dropped=renormalize_dropped, checksummed=paranoid
-        )
-        wirings.append(replace(wired, exchange_spec=exchange_spec))
+        wirings.append(_with(wired, renormalizes_dropped=renormalize_dropped, checksummed=paranoid))
     drafted = Draft(
         world=world,
         exchange=chosen,
@@ -259,9 +271,24 @@ def draft_ignoring_env(
         max_rows=max_rows,
         sms=sms,
         exchange_reason=exchange_reason,
+        training=training,
     )
     _check_bytes(drafted)
     return drafted
+
+
+def _with(wiring: Wiring, **changes: Any) -> Wiring:
+    """A wiring with these changes of its round trips: that of rows, and that of gradients."""
+    gradients = wiring.gradients
+    if gradients is not None:
+        gradients = replace(gradients, exchange_spec=replace(gradients.exchange_spec, **changes))
+    return replace(wiring, exchange_spec=replace(wiring.exchange_spec, **changes), gradients=gradients)
+
+
+def _is_training(asked: object) -> bool:
+    if not isinstance(asked, bool):
+        raise InputError(f"training={shown(asked)}", expected="True or False", fix="pass training=True")
+    return asked
 
 
 def _is_paranoid(asked: object) -> bool:
@@ -341,5 +368,8 @@ def _check_bytes(drafted: Draft) -> None:
 
 
 def _regions(exchange: type[Transport], wiring: Wiring) -> tuple[int, int]:
-    nbytes = exchange.region_bytes(wiring.exchange_spec)
-    return nbytes.dispatch, nbytes.combine
+    specs = [wiring.exchange_spec]
+    if wiring.gradients is not None:
+        specs.append(wiring.gradients.exchange_spec)
+    nbytes = [exchange.region_bytes(spec) for spec in specs]
+    return max(need.dispatch for need in nbytes), max(need.combine for need in nbytes)

@@ -28,7 +28,7 @@ from tokenyard.group.own_process import not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
-from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.state import PlanState
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
@@ -104,6 +104,28 @@ class Plan:
             weights = self._state.joining.empty_weights(wiring)
         selected = rank_weights(wiring, self.group.rank, weights)
         return MoELayer(self, name, selected, shared=shared, adopt=adopt)
+
+    @property
+    def training(self) -> bool:
+        """Whether the weights of its layers are parameters, and calls have a backward."""
+        return self._state.draft.training
+
+    def gradient_divisor(self, replicas: int = 1) -> int:
+        """The number by which gradients of experts are divided to be those of the mean of all ranks' losses.
+
+        Gradients of experts are those of the sum of the losses of this group's ranks; the library never divides. Where
+        `replicas` groups train copies of the same experts, each on tokens of its own, their gradients are summed, too,
+        and the divisor is the number of all ranks. FSDP divides by the size of its own mesh: give it this number,
+        `layer.set_gradient_divide_factor(plan.gradient_divisor(replicas))`.
+        """
+        if not is_size(replicas):
+            raise InputError(
+                f"replicas is {shown(replicas)}",
+                expected="how many groups train copies of these experts, at least 1",
+                fix="pass the size of the mesh dimension over which experts are replicated or sharded by FSDP",
+                rank=self.group.rank,
+            )
+        return self.group.size * replicas
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""
@@ -263,6 +285,7 @@ def plan(
     sms: int | None = None,
     paranoid: bool = False,
     survive: bool = False,
+    training: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
@@ -281,6 +304,9 @@ def plan(
     environment makes every plan paranoid. With `survive`, a call of a layer in which a rank is lost still succeeds:
     the others go on without that rank, and send their rows again. This requires every expert on two ranks, and layers
     with `sum="choices"`.
+
+    In a `training` plan the weights of experts are parameters, and calls with gradients enabled have a backward: one
+    more round trip, in which all ranks take part. Gradients are those of the sum of all ranks' losses.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -309,6 +335,7 @@ def plan(
             max_rows=max_rows,
             sms=sms,
             paranoid=paranoid,
+            training=training,
             device=ranks.device,
         )
         if survive:

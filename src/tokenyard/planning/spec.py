@@ -10,12 +10,15 @@ import torch
 from tokenyard import experts as experts_room
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.experts import Activation, Experts
+from tokenyard.experts.base import TOKEN_NUMBERS
 from tokenyard.experts.spec import EXACT, WeightOn
 from tokenyard.formats import Format, Payload
 from tokenyard.formats.base import PAYLOAD_DTYPES, ROW_DTYPES, dtype_name
 from tokenyard.planning.choosing import AUTO
 from tokenyard.routing import Placement, Router, is_scaling
 from tokenyard.routing.placement import MOST_EXPERTS
+
+Keep = Literal["products", "rows", "nothing"]
 
 # The largest size that a layer may have: a mistyped number must not allocate all memory, nor overflow an offset.
 LARGEST_SIZE = 2**31 - 1
@@ -76,6 +79,16 @@ class LayerSpec:
     # of a token; fewest bytes. "choices": one row per choice, summed in the order of a token's choices; the bits of the
     # output then depend on neither the number of ranks, nor the placement, nor the exchange.
     sum: Literal["ranks", "choices"] = "ranks"
+    # In a training plan: the format in which gradients of rows travel, out and back. None: the layer's own dtype.
+    gradient_wire: str | Format | None = None
+    # In a training plan: what a rank keeps of a forward for its backward. "products": the received rows, as they
+    # travelled, and their first product. "rows": the rows; the first product is computed again. "nothing": the rows
+    # travel again, beside their gradients.
+    keep: Keep = "products"
+    # Whether a call brings a number for each token (`token_numbers`), of which no two tokens of the group share one.
+    # Experts then compute their rows in the order of these numbers, so that sums over rows have the same bits however
+    # tokens are dealt out to ranks.
+    token_numbers: bool = False
 
 
 def check_spec(spec: LayerSpec) -> Reason | None:
@@ -114,6 +127,9 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "payloads": ("a tuple of payloads", (tuple, list)),
     "reduce_ranks": ("a name", (str,)),
     "sum": ("a name", (str,)),
+    "gradient_wire": ("a format or its name", (str, Format, type(None))),
+    "keep": ("a name", (str,)),
+    "token_numbers": ("True or False", (bool,)),
 }
 
 
@@ -148,6 +164,7 @@ def _check_choices(spec: LayerSpec) -> Reason | None:
         ("weight_on", ("output", "input")),
         ("reduce_ranks", ("exchange", "caller")),
         ("sum", ("ranks", "choices")),
+        ("keep", ("products", "rows", "nothing")),
     ):
         if getattr(spec, name) not in choices:
             return Reason(field=name, value=getattr(spec, name), why=f"choose {' or '.join(choices)}")
@@ -179,7 +196,7 @@ def _check_router(spec: LayerSpec) -> Reason | None:
 
 
 def _check_payloads(spec: LayerSpec) -> Reason | None:
-    taken = {"data", "scales", "global_scale", "ids", "weights", "logits", "checksums"}
+    taken = {"data", "scales", "global_scale", "ids", "weights", "logits", "checksums", TOKEN_NUMBERS}
     for payload in spec.payloads:
         if not isinstance(payload, Payload):
             return Reason(field="payloads", value=payload, why="must be a Payload")

@@ -61,6 +61,8 @@ class PlanState:
         self._made_group = group if made_group else None  # the group, if it was made for this plan
         self._layers: weakref.WeakValueDictionary[str, HoldsExperts] = weakref.WeakValueDictionary()
         self.copies: weakref.WeakSet[HoldsExperts] = weakref.WeakSet()  # of layers, with weights of their own
+        # Forwards whose backward is due: their graphs live, and their backwards have not run.
+        self.open_backwards: weakref.WeakSet[object] = weakref.WeakSet()
         self.whole = WholePlan(
             group=group, specs={spec.name: spec for spec in draft.specs}, made_here=made_group
         )
@@ -138,7 +140,7 @@ class PlanState:
         serve: Callable[[Sequence[ExchangeSpec]], None],
     ) -> None:
         reshaped, _ = self.redraft(self.group, lambda: specs, max_tokens=max_tokens)
-        serve([wiring.exchange_spec for wiring in reshaped.wirings])
+        serve(reshaped.exchange_specs)
         self.adopt(reshaped)
         make_ready(self.exchange, self.draft)
 
@@ -207,7 +209,7 @@ def make_exchange(draft: Draft, group: Group, plan_id: int) -> Exchange:
         paranoid=draft.paranoid,
         sms=draft.sms,
     )
-    made.serve([wiring.exchange_spec for wiring in draft.wirings])
+    made.serve(draft.exchange_specs)
     with made.in_use():
         make_ready(made, draft)
     return made
@@ -215,5 +217,4 @@ def make_exchange(draft: Draft, group: Group, plan_id: int) -> Exchange:
 
 def make_ready(exchange: Exchange, draft: Draft) -> None:
     """Compile and load all kernels that calls of a draft's layers may launch. Collective over the group."""
-    specs = [wiring.exchange_spec for wiring in draft.wirings]
-    exchange.warmup(specs, partial(record_experts, exchange, draft.wirings))
+    exchange.warmup(draft.exchange_specs, partial(record_experts, exchange, draft.wirings))

@@ -28,10 +28,12 @@ from tokenyard.duties import Duty, Party
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.exchange import ExchangeSpec, Transport
 from tokenyard.experts import Experts, ExpertsSpec, activation
+from tokenyard.experts.base import TOKEN_NUMBERS
 from tokenyard.experts.spec import EXACT
-from tokenyard.formats import Format
+from tokenyard.formats import Format, Payload
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.choosing import AUTO, choose_experts
+from tokenyard.planning.gradients import GradientWiring, wire_gradients
 from tokenyard.planning.spec import LARGEST_SIZE, LayerSpec, check_spec, is_size
 from tokenyard.routing import placement_for
 
@@ -48,6 +50,12 @@ class Wiring:
     inner: Format | None  # the format of numbers between an expert's two products; None: exact
     duties: Mapping[Duty, Party]  # the one party that does each duty
     experts_reason: str | None = None  # why these experts were chosen; None: the layer names them
+    gradients: GradientWiring | None = None  # what a backward needs, in a training plan
+
+    @property
+    def trains(self) -> bool:
+        """Whether the layer is one of a training plan."""
+        return self.gradients is not None
 
     @property
     def wire(self) -> Format:
@@ -56,9 +64,8 @@ class Wiring:
 
     def experts_spec(self, rank: int) -> ExpertsSpec:
         """What the experts of one rank must compute."""
-        return _experts_spec(
-            self.spec, self.expert_rows, self.inner, self.exchange_spec.placement.num_local(rank)
-        )
+        num_local = self.exchange_spec.placement.num_local(rank)
+        return _experts_spec(self.spec, self.expert_rows, self.inner, num_local, trains=self.trains)
 
     def fields(self) -> dict[str, Any]:
         """All that must be the same on every rank, as plain values by name."""
@@ -77,6 +84,7 @@ class Wiring:
             "placement": exchange_spec.placement.fields(),
             "experts": f"{self.experts.name} ({self.experts.__qualname__})",
             "payloads": [[p.name, dtype_name(p.dtype), p.width] for p in spec.payloads],
+            "gradient_wire": None if self.gradients is None else str(self.gradients.exchange_spec.wire),
             "duties": {duty.name: party.name for duty, party in self.duties.items()},
         }
         return plain
@@ -91,11 +99,14 @@ def wire_layer(
     max_tokens: int | None,
     max_rows: int | None = None,
     device: torch.device | None = None,
+    num_layers: int = 1,
+    training: bool = False,
 ) -> Wiring | Reason:
     """Resolve a layer's names and assign its duties, or give the reason why that cannot be done.
 
     `max_rows` bounds the rows that a rank receives in one pass; it is ignored if no more rows could come anyway.
-    `device` is where the rows of the ranks live, if that is known.
+    `device` is where the rows of the ranks live, if that is known. In a `training` plan of `num_layers` layers, the
+    gradients of each have a round trip of their own.
     """
     if (reason := check_spec(spec)) is not None:
         return reason
@@ -112,7 +123,9 @@ def wire_layer(
     inner = None if spec.inner == EXACT else formats.get(spec.inner)
     experts_reason = None
     if spec.experts == AUTO:
-        experts, experts_reason = choose_experts(_experts_spec(spec, expert_rows, inner, 1), device)
+        experts, experts_reason = choose_experts(
+            _experts_spec(spec, expert_rows, inner, 1, trains=training), device
+        )
     else:
         experts = experts_room.get(spec.experts)
     if wire.scale_layouts and experts.scale_layout not in wire.scale_layouts:
@@ -135,7 +148,7 @@ def wire_layer(
         placement=placement,
         routed_scaling=_scaling(spec),
         carries_logits=experts.routes_itself,
-        extra=tuple(spec.payloads),
+        extra=(*spec.payloads, *((_TOKEN_NUMBERS,) if spec.token_numbers else ())),
         reduces_ranks=spec.reduce_ranks == "exchange",
         sums_choices=spec.sum == "choices",
         max_rows=None if max_rows is None or max_rows >= world * tokens else max_rows,
@@ -144,7 +157,13 @@ def wire_layer(
     if exchange_spec.sums_choices and exchange_spec.carries_logits:
         why = "experts that route by themselves leave home in the dark about the choices that it should sum"
         return Reason(field="sum", value=spec.sum, why=why)
-    reason = exchange.supports(exchange_spec) or experts.supports(_experts_spec(spec, expert_rows, inner, 1))
+    reason = exchange.supports(exchange_spec) or experts.supports(
+        _experts_spec(spec, expert_rows, inner, 1, trains=training)
+    )
+    gradients = None
+    if reason is None and training:
+        wired = wire_gradients(spec, exchange_spec, exchange, experts, device, num_layers=num_layers)
+        gradients, reason = (None, wired) if isinstance(wired, Reason) else (wired, None)
     if reason is None and device is not None:
         reason = experts.runs_on(device)
         if reason is None and exchange_spec.sums_choices and device.type not in experts.batch_invariant:
@@ -161,7 +180,11 @@ def wire_layer(
         inner=inner,
         duties=_duties(spec, exchange_spec, experts, expert_rows),
         experts_reason=experts_reason,
+        gradients=gradients,
     )
+
+
+_TOKEN_NUMBERS = Payload(name=TOKEN_NUMBERS, dtype=torch.int64, width=1)
 
 
 def _duties(
@@ -186,11 +209,17 @@ def _duties(
         Duty.REDUCE_EXPERTS: Party.EXCHANGE if at_home else finisher,
         Duty.REDUCE_RANKS: Party.EXCHANGE if exchange_spec.reduces_ranks else Party.CALLER,
         Duty.ROUTED_SCALING: Party.NOBODY if exchange_spec.routed_scaling == 1.0 else scaler,
+        Duty.WEIGHT_GRADIENT: Party.NOBODY,  # of a backward
     }
 
 
 def _experts_spec(
-    spec: LayerSpec, expert_rows: Format | None, inner: Format | None, num_local_experts: int
+    spec: LayerSpec,
+    expert_rows: Format | None,
+    inner: Format | None,
+    num_local_experts: int,
+    *,
+    trains: bool,
 ) -> ExpertsSpec:
     return ExpertsSpec(
         hidden_size=spec.hidden_size,
@@ -206,6 +235,7 @@ def _experts_spec(
         weight_on=spec.weight_on,
         num_experts=spec.num_experts,
         batch_invariant=spec.sum == "choices",
+        trains=trains,
     )
 
 

@@ -41,7 +41,7 @@ from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.hierarchical import HierarchicalTransport
 from tokenyard.exchange.transports.one_sided.cpu.transport import SharedMemoryTransport
 from tokenyard.exchange.workspace import LayerBytes
-from tokenyard.formats.base import EncodedRows
+from tokenyard.formats.base import EncodedRows, Payload
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import LocalRoutes, RankRows, ReceivedRows, describe
 
@@ -265,6 +265,9 @@ class _WatchedRows(ResultsAtHome):
 
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return self._conclude(lambda: self._opened().by_rank())
+
+    def placed(self, payload: Payload) -> Tensor:
+        return self.home.placed(payload)  # `sum_into` has checked it, with the rows
 
     def _conclude(self, end: Callable[[], Result]) -> Result:
         came = sum(tokens_N.numel() for tokens_N in self.home.tokens_by_rank)

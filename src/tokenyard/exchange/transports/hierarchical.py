@@ -83,6 +83,7 @@ class HierarchicalTransport(Transport[_WayBack]):
     encodes_results = True
     returns_choices = False
     sums_in_hosts = True
+    carries_gradients = ()  # relays sum results, and do not place what comes beside them
     works_ahead = True
 
     @classmethod

@@ -91,6 +91,7 @@ class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
     bounds_rows = True
+    carries_gradients = ("cpu",)
     looks_up_ids = False  # rows go where their choices say, if these are given (`BatchRoutes.choices`)
 
     @classmethod
@@ -198,7 +199,7 @@ class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
 
     def results_at(self, spec: ExchangeSpec, region: int, slots_R: Tensor | None) -> CombineBuffer | None:
         """The buffer into which experts may write results, to save a copy; None if these are encoded, or per choice."""
-        if spec.combine_wire.quantized or spec.sums_choices:
+        if spec.combine_wire.quantized or spec.sums_choices or spec.returns:
             return None
         slots = self.workspace.combine(self.group.rank, spec, region)
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
