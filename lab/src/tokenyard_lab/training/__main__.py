@@ -58,9 +58,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("run"), help="folder of the checkpoints")
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument(
-        "--full", action="store_true", help="the shipped model's size; a tenth of it otherwise"
+        "--full", action="store_true", help="the shipped model's size; a smaller one otherwise"
     )
-    parser.add_argument("--batch", type=int, default=32, help="sequences of a step, on all ranks together")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, on all ranks together")
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument(
         "--how",

@@ -65,7 +65,8 @@ class YardExperts:
             gate_up, down = names(layer)
             made = self.plan.layer(spec.name, ExpertWeights(w13=weights[gate_up], w2=weights[down]))
             self._layers.append(made)
-            self.parameters |= {gate_up: made.experts.w13, down: made.experts.w2}
+            of_layer = dict(made.experts.named_parameters())
+            self.parameters |= {gate_up: of_layer["w13"], down: of_layer["w2"]}
 
     def __call__(self, layer: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         y_TH: Tensor = self._layers[layer](x_TH, Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK))

@@ -21,8 +21,8 @@ from tokenyard_lab.training.problems import stream
 from tokenyard_lab.training.vocabulary import END, PAD, encode, vocabulary
 
 PAD_ID, END_ID = vocabulary()[PAD], vocabulary()[END]
-# A tenth of the shipped model, for tests and for runs on a few CPU cores.
-SMALL = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, expert_width=32)
+# The shipped model, smaller: for tests, and for runs on a few CPU cores.
+SMALL = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=16, top_k=4, expert_width=32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Recipe:
     shape: Shape = SMALL
     seed: int = 6
     steps: int = 200  # of the whole run: the learning rate is zero after them
-    batch: int = 32  # sequences of a step, on all ranks together
+    batch: int = 16  # sequences of a step, on all ranks together
     chunks: int = 8  # pieces of a batch; a rank takes one or several whole ones
     length: int = 120  # tokens of a sequence; longer problems are left out
     rate: float = 4e-3
