@@ -67,6 +67,15 @@ def effects_are_ordered() -> bool:
     return EffectType.ORDERED is not None and callable(torch.library.CustomOpDef.register_effect)
 
 
+def a_backward_has_a_number() -> bool:
+    """By which a forward that runs inside of one is recognized."""
+    seen = [torch._C._current_graph_task_id()]
+    tensor = torch.ones((), requires_grad=True)
+    tensor.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
+    (tensor * 2).backward()
+    return seen[0] == -1 != seen[1]
+
+
 def modules_are_moved_by_one_method() -> bool:
     """`to`, `half` and `cuda` must go through it."""
     calls = []
@@ -122,6 +131,12 @@ USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
         "group/forkserver.py",
         lambda: isinstance(multiprocessing.current_process()._config, dict),
         "the folder with the forkserver's socket stays behind when a command is interrupted",
+    ),
+    (
+        ("_C", "_current_graph_task_id"),
+        "layer/training.py",
+        a_backward_has_a_number,
+        "tokens that activation checkpointing computes again are counted twice as load of the experts",
     ),
     (
         ("_world",),

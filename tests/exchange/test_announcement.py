@@ -19,11 +19,11 @@ def announcement(counts=(), error="", tokens=4, **place):
 @pytest.mark.parametrize(
     ("size", "counts", "error"),
     [
-        (72, (), ""),  # the numbers, and no byte more
-        (96, (1, 2, 3), ""),  # counts up to the last byte
-        (78, (), "reason"),  # text up to the last byte
-        (104, (1, 2, 3), "reasons!"),
-        (105, (1, 2, 3), "reasons!"),
+        (80, (), ""),  # the numbers, and no byte more
+        (104, (1, 2, 3), ""),  # counts up to the last byte
+        (86, (), "reason"),  # text up to the last byte
+        (112, (1, 2, 3), "reasons!"),
+        (113, (1, 2, 3), "reasons!"),
     ],
 )
 def test_what_fills_an_announcement_is_read_back(size, counts, error):
@@ -34,11 +34,11 @@ def test_what_fills_an_announcement_is_read_back(size, counts, error):
 
 
 def test_a_text_that_is_too_long_is_cut_and_the_counts_are_whole():
-    encoded = announcement((1, 2, 3), "reasons!").encode(100)
+    encoded = announcement((1, 2, 3), "reasons!").encode(108)
     assert Announcement.decode(encoded, 2) == announcement((1, 2, 3), "reas")
 
 
-def with_number(index, value, size=96):
+def with_number(index, value, size=104):
     encoded = bytearray(announcement((1, 2, 3)).encode(size))
     encoded[8 * index : 8 * index + 8] = value.to_bytes(8, "little", signed=True)
     return bytes(encoded)
@@ -47,13 +47,13 @@ def with_number(index, value, size=96):
 @pytest.mark.parametrize(
     ("encoded", "words"),
     [
-        (announcement().encode(72)[:71], "71 bytes"),
+        (announcement().encode(80)[:79], "79 bytes"),
         (with_number(3, 2), "phase 2"),
         (with_number(3, -1), "phase -1"),
-        (with_number(6, 4), "4 counts"),
-        (with_number(6, -1), "-1 counts"),
-        (with_number(7, 1), "1 bytes of text in 24 bytes"),
-        (with_number(7, -1), "-1 bytes of text"),
+        (with_number(7, 4), "4 counts"),
+        (with_number(7, -1), "-1 counts"),
+        (with_number(8, 1), "1 bytes of text in 24 bytes"),
+        (with_number(8, -1), "-1 bytes of text"),
     ],
 )
 def test_what_does_not_fit_is_no_announcement(encoded, words):
@@ -108,7 +108,8 @@ def test_of_several_ranks_that_failed_the_first_is_named_and_a_rank_that_failed_
 
 
 @pytest.mark.parametrize(
-    "other", [{"plan": 6}, {"layer": 0}, {"phase": Phase.DISPATCH}, {"round": 8}, {"protocol": -1}]
+    "other",
+    [{"plan": 6}, {"layer": 0}, {"phase": Phase.DISPATCH}, {"round": 8}, {"forward": 3}, {"protocol": -1}],
 )
 def test_a_rank_that_is_somewhere_else_has_drifted(other):
     mine = announcement()
@@ -126,7 +127,8 @@ def test_a_rank_that_is_somewhere_else_has_drifted(other):
         ({"layer": 2}, "rank 1: combine of layer 2 of another plan, round 9;"),
         ({"layer": -1}, "rank 1: combine of layer -1 of another plan, round 9;"),
         ({"plan": 6}, "rank 1: combine of layer 1 of another plan, round 9;"),
-        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 4;"),
+        ({"forward": 3}, "rank 1: combine of the gradients of round 3 of layer 'b', round 9;"),
+        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 5;"),
     ],
 )
 def test_where_the_others_are_is_told_in_words(other, words):

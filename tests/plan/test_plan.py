@@ -238,6 +238,9 @@ DIFFERENCES = {
     "payloads": (Payload(name="tag", dtype=torch.int64, width=1),),
     "reduce_ranks": "caller",
     "sum": "choices",
+    "gradient_wire": "mxfp8",
+    "keep": "rows",
+    "token_numbers": True,
     "name": "other",
 }
 

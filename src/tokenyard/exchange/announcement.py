@@ -90,7 +90,9 @@ class Announcement:
         left = len(encoded) - 8 * _NUMBERS
         if left < 0:
             raise _unreadable(source, f"{len(encoded)} bytes")
-        protocol, plan, layer, phase, round, forward, tokens, num_counts, num_text, notice = numbers[:_NUMBERS]
+        protocol, plan, layer, phase, round, forward, tokens, num_counts, num_text, notice = numbers[
+            :_NUMBERS
+        ]
         if not 0 <= phase < len(_PHASES):
             raise _unreadable(source, f"phase {phase}")
         if num_counts < 0 or not 0 <= num_text <= left - 8 * num_counts:

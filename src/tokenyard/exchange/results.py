@@ -158,9 +158,7 @@ class RowsAtHome(ResultsAtHome):
         rows = [EncodedRows(format=wire, hidden_size=width, payloads=some) for some in payloads_by_rank]
         placed_by = arrival.routes if spec.returns else None
         if not spec.sums_choices:
-            return cls(
-                rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank, placed_by=placed_by
-            )
+            return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank, placed_by=placed_by)
         returned = arrival.routes.choices_by_rank
         return cls(
             rows_by_rank=rows,

@@ -19,9 +19,7 @@ from tokenyard.formats.base import EncodedRows, Payload
 from tokenyard.rows import LocalRoutes
 
 
-def with_returns(
-    arrival: Arrival, encoded: EncodedRows | None, returns: Mapping[str, Tensor]
-) -> EncodedRows:
+def with_returns(arrival: Arrival, encoded: EncodedRows | None, returns: Mapping[str, Tensor]) -> EncodedRows:
     """Results with the payloads that the spec declares; `returns` has a row for each choice of the received rows."""
     spec = arrival.spec
     declared = [payload.name for payload in spec.returns]
@@ -42,7 +40,7 @@ def with_returns(
             shape = (arrival.received.num_rows * spec.top_k, payload.width)
             places = torch.zeros(shape, dtype=payload.dtype, device=numbers_N.device)
             places[pairs_N] = numbers_N
-            numbers_N = places.view(arrival.received.num_rows, -1)
+            numbers_N = places.view(arrival.received.num_rows, spec.top_k * payload.width)
         payloads[payload.name] = numbers_N
     return replace(encoded, payloads=payloads)
 
@@ -59,4 +57,4 @@ def place_returns(payload: Payload, routes: BatchRoutes, rows_by_rank: Sequence[
             row_N = torch.searchsorted(routes.tokens_by_rank[rank], choice_N // top_k)
             numbers = numbers.reshape(-1, top_k, payload.width)[row_N, choice_N % top_k]
         placed[choice_N] = numbers
-    return placed.view(routes.num_tokens, -1)
+    return placed.view(routes.num_tokens, top_k * payload.width)

@@ -58,7 +58,7 @@ class ExchangeSpec:
     # Whether gradients of a layer's rows travel, along the routes of a forward; `index` is a number of its own then.
     of_gradients: bool = False
 
-    @property
+    @cached_property
     def counted_as(self) -> str:
         """The name under which statistics count it: that of the layer; gradients are counted apart."""
         return f"{self.layer} (gradients)" if self.of_gradients else self.layer

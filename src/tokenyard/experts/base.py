@@ -34,7 +34,6 @@ from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import ScaleLayout, dtype_name
 from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows, describe
 
-
 # The further payload with the numbers of tokens (`LayerSpec.token_numbers`), by which experts order their rows.
 TOKEN_NUMBERS = "token_numbers"
 
@@ -185,7 +184,10 @@ class Experts(nn.Module, ABC):
             return held
         matrices = (matrix.detach().to(self.spec.dtype) for matrix in held.plain_matrices())
         w13, w2 = matrices
-        biases = {name: bias if bias is None else bias.detach() for name, bias in (("b13", held.b13), ("b2", held.b2))}
+        biases = {
+            name: bias if bias is None else bias.detach()
+            for name, bias in (("b13", held.b13), ("b2", held.b2))
+        }
         return replace(held, w13=w13, w2=w2, **biases)
 
     def _load_from_state_dict(
@@ -323,7 +325,9 @@ class Experts(nn.Module, ABC):
         plain = WEIGHT_DTYPES.get(self.spec.weights)
         # A subclass may hold it in another order, under a longer name.
         w13 = next((tensor for name, tensor in tensors.items() if name.startswith("w13")), None)
-        if self.spec.trains:  # wrappers that train with mixed precision cast parameters for the time of a call
+        if (
+            self.spec.trains
+        ):  # wrappers that train with mixed precision cast parameters for the time of a call
             return
         if plain is not None and w13 is not None and w13.dtype != plain:
             raise InputError(

@@ -121,4 +121,8 @@ def differentiate_pairs(
 
 def _aligned(matrix: Tensor) -> Tensor:
     """A matrix in memory that is aligned as new tensors are."""
-    return matrix if matrix.data_ptr() % _ALIGNMENT == 0 and matrix.is_contiguous() else matrix.contiguous().clone()
+    return (
+        matrix
+        if matrix.data_ptr() % _ALIGNMENT == 0 and matrix.is_contiguous()
+        else matrix.contiguous().clone()
+    )

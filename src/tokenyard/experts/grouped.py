@@ -300,7 +300,9 @@ class GroupedExperts(Experts):
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
         x_NH = self._inputs(x_RH, pairs, order, matrices[0].dtype)
-        return self._both_products(weights, matrices, x_NH, pairs.expert_N, partial(_by_groups, ends_L), first)
+        return self._both_products(
+            weights, matrices, x_NH, pairs.expert_N, partial(_by_groups, ends_L), first
+        )
 
     def _one_row(
         self,

@@ -38,7 +38,6 @@ from tokenyard.rows import (
     describe,
 )
 
-
 if TYPE_CHECKING:
     from tokenyard.layer.training import Tape
 

@@ -105,6 +105,13 @@ def call_operator(
     return cast(Tensor, y_TH if out is None else out.copy_(y_TH))
 
 
+def call_trained(layer: Any, inputs: Inputs) -> Tensor:
+    """Call a layer of a training plan outside of the graph: its result is a node of autograd's graph."""
+    from tokenyard.layer import graph_break  # loads the compiler, which takes a second
+
+    return cast(Tensor, graph_break.call_trained(layer._forward, inputs))
+
+
 def _layer(key: Tensor) -> Any:
     layer = _layers.get(int(key))
     if layer is None:

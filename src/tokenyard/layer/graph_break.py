@@ -15,6 +15,16 @@ _START = (
     "MoELayer.start returns while rows travel, and what it returns is finished by a later call; it runs outside of "
     "the graph. Fix: compile without fullgraph=True, or call the layer, which is one operator of the graph"
 )
+_TRAINED = (
+    "a layer of a training plan makes a node of autograd's graph; it runs outside of the compiled graph. Fix: compile "
+    "without fullgraph=True"
+)
+
+
+@torch.compiler.disable(reason=_TRAINED)  # type: ignore[untyped-decorator]
+def call_trained(forward: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a layer that is trained eagerly, between two graphs."""
+    return forward(*arguments)
 
 
 @torch.compiler.disable(reason=_UNREDUCED)  # type: ignore[untyped-decorator]

@@ -33,6 +33,7 @@ from tokenyard.layer.building import LocalIds, build_experts, built_for, check_f
 from tokenyard.layer.call import Call, Inputs, SharedExpertsCall, check_rows, route, run_experts
 from tokenyard.layer.compiled import (
     call_operator,
+    call_trained,
     outside_of_the_graph,
     refuse_gradients,
     refuse_training,
@@ -155,9 +156,14 @@ class MoELayer(nn.Module):
 
         `token_numbers` (int64 `[T]`) are those that `LayerSpec.token_numbers` declares.
         """
-        if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
-            return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
         inputs = Inputs(x_TH, routes_or_logits, payloads, out, add, token_numbers)
+        if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
+            if self._wiring.gradients is not None:
+                return call_trained(self, inputs)
+            return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: Inputs) -> Tensor:
         while self._state.survive:
             try:
                 y_TH = self._call(inputs)

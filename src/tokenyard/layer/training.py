@@ -99,7 +99,11 @@ class KeptPass:
         if keep != "nothing":
             dense = received.dense()  # a copy, if there are empty slots
             copied = received.slots_R is not None
-            rows = dense if copied else replace(dense, payloads={n: p.clone() for n, p in dense.payloads.items()})
+            rows = (
+                dense
+                if copied
+                else replace(dense, payloads={n: p.clone() for n, p in dense.payloads.items()})
+            )
         return cls(
             rows=rows,
             routes=LocalRoutes(ids_RK=routes.ids_RK.clone(), weights_RK=routes.weights_RK.clone()),
@@ -233,7 +237,9 @@ class OpenBackward:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: _Made, anchor: Tensor, x_TH: Tensor, weights_TK: Tensor, *others: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, made: _Made, anchor: Tensor, x_TH: Tensor, weights_TK: Tensor, *others: Tensor
+    ) -> Tensor:
         layer, weights = made.layer, others[made.num_terms :]
         keeps_nothing = any(kept.rows is None for kept in made.passes)
         kept = [tensor for one in made.passes for tensor in one.tensors()]
@@ -364,10 +370,10 @@ class _Backward:
             )
         rows = kept.rows
         if rows is None:
-            payloads = {p.name: came.extra[AGAIN + p.name] for p in self._wiring.wire.payloads(spec.hidden_size)}
-            rows = EncodedRows(
-                format=self._wiring.wire, hidden_size=spec.hidden_size, payloads=payloads
-            )
+            payloads = {
+                p.name: came.extra[AGAIN + p.name] for p in self._wiring.wire.payloads(spec.hidden_size)
+            }
+            rows = EncodedRows(format=self._wiring.wire, hidden_size=spec.hidden_size, payloads=payloads)
         dy_RH = came.dense().decode(torch.float32)
         with acting(Party.EXPERTS):
             found = self._layer.experts.differentiate(

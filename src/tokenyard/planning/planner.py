@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tokenyard.errors import InputError, shown
+from tokenyard.errors import HandleError, InputError, shown
 from tokenyard.exchange import Exchange, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts import ExpertWeights
@@ -36,6 +36,7 @@ from tokenyard.routing import Placement
 if TYPE_CHECKING:
     from tokenyard.elastic import Rebalance
     from tokenyard.elastic.changes import PlanChanges
+    from tokenyard.elastic.expert_moves import ExpertMoves
     from tokenyard.layer import MoELayer
 
 _log = logging.getLogger("tokenyard")
@@ -60,6 +61,17 @@ class Plan:
 
             self._changes = PlanChanges(state)
         return self._changes
+
+    def _moves(self) -> ExpertMoves:
+        """What moves experts; raises in a training plan."""
+        if self.training:
+            raise HandleError(
+                "experts of a training plan were to move",
+                expected="experts that stay: gradients, and what an optimizer holds of them, would not move with them",
+                fix="save the weights, make a plan with the other placement, and load them",
+                rank=self.group.rank,
+            )
+        return self._changing().moves
 
     @property
     def _here(self) -> PlanState:
@@ -193,7 +205,7 @@ class Plan:
         between two calls. If a rank is lost during the move, the others keep their placements and raise `PeerLost`.
         `stats` has the pause of each switch.
         """
-        return self._changing().moves.rebalance(placements, threshold=threshold, wait=wait)
+        return self._moves().rebalance(placements, threshold=threshold, wait=wait)
 
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
         """Check the load after every `every` calls of layers, and `rebalance` in the background if it is uneven.
@@ -202,7 +214,7 @@ class Plan:
         was found, the experts that were moved, and the imbalance that the new placement promises. Raises if nothing
         could ever be moved in this plan.
         """
-        self._changing().moves.autobalance(every=every, threshold=threshold)
+        self._moves().autobalance(every=every, threshold=threshold)
 
     def shrink(self, ranks: Sequence[int], *, wait: bool = True) -> Rebalance:
         """Remove ranks from the plan: their experts move to the others, which go on as a smaller group. On CPUs only.
@@ -212,7 +224,7 @@ class Plan:
         A rank that leaves calls layers until `is_done` of the returned move is true, then its `wait`, which closes the
         plan on that rank. The other ranks are renumbered in their order.
         """
-        return self._changing().moves.shrink(ranks, wait=wait)
+        return self._moves().shrink(ranks, wait=wait)
 
     def grow(self, ranks: int | Group, *, seconds: float = READMISSION, wait: bool = True) -> Rebalance:
         """Add this many fresh ranks, numbered behind the present ones, and move experts to them. On CPUs only.
@@ -222,7 +234,7 @@ class Plan:
         With `wait=False` it returns at once, and all ranks switch between two calls. In place of a number, `ranks` may
         be the larger group itself, if the caller has made it.
         """
-        return self._changing().moves.grow(ranks, seconds=seconds, wait=wait)
+        return self._moves().grow(ranks, seconds=seconds, wait=wait)
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """Serve all layers on the ranks that are left after `PeerLost`. Collective over these ranks.

@@ -84,7 +84,7 @@ class Wiring:
             "placement": exchange_spec.placement.fields(),
             "experts": f"{self.experts.name} ({self.experts.__qualname__})",
             "payloads": [[p.name, dtype_name(p.dtype), p.width] for p in spec.payloads],
-            "gradient_wire": None if self.gradients is None else str(self.gradients.exchange_spec.wire),
+            "gradient_wire": None if spec.gradient_wire is None else str(formats.get(spec.gradient_wire)),
             "duties": {duty.name: party.name for duty, party in self.duties.items()},
         }
         return plain

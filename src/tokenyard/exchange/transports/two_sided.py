@@ -53,7 +53,12 @@ class TwoSidedTransport(Transport[Outgoing | None]):
     def _way_back(self, batch: Batch, counts: Sequence[int]) -> Outgoing | None:
         """The messages with results, for experts to write into; None if they are encoded, per choice, or on a GPU."""
         spec = batch.spec
-        if self.group.device.type != "cpu" or spec.combine_wire.quantized or spec.sums_choices or spec.returns:
+        if (
+            self.group.device.type != "cpu"
+            or spec.combine_wire.quantized
+            or spec.sums_choices
+            or spec.returns
+        ):
             return None
         stride, out = spec.combine_layout.stride, ("results", batch.region)
         return Outgoing(self.mailbox, stride, counts, into=HOME, out=out)
