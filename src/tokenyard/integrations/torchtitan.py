@@ -7,8 +7,8 @@ torchtitan's `RoutedExperts` is a token dispatcher, which moves rows, around gro
 override replaces it as a whole: a dispatcher alone returns every choice's row to be weighted and summed by its caller,
 and leaves the products to a module that does not know where rows came from. One plan serves all layers of a model.
 
-Parameters stay torchtitan's own, `w1_EFD`, `w2_EDF` and `w3_EFD` of `inner_experts`: sharding, initialization, optimizer
-and checkpoints are as without the override. Only this module's forward differs.
+Parameters stay torchtitan's own, `w1_EFD`, `w2_EDF` and `w3_EFD` of `inner_experts`: sharding, initialization,
+optimizer and checkpoints are as without the override. Only this module's forward differs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class TokenyardExperts(RoutedExperts):  # type: ignore[misc]
         w1, w2, w3 = (_local(getattr(self.inner_experts, name)) for name in ("w1_EFD", "w2_EDF", "w3_EFD"))
         layer = self._model.layer(self, x_TD, w2)
         routes = Routes(
-            topk_ids_TK=topk_expert_ids_BLK.flatten(0, 1), topk_weights_TK=topk_scores_BLK.float().flatten(0, 1)
+            topk_ids_TK=topk_expert_ids_BLK.flatten(0, 1),
+            topk_weights_TK=topk_scores_BLK.float().flatten(0, 1),
         )
         weights = {"experts.w13": torch.cat([w1, w3], dim=1), "experts.w2": w2}
         y_TD: Tensor = functional_call(layer, weights, (x_TD, routes))
@@ -123,7 +124,9 @@ class _ModelLayers:
         if self._mesh is not None:
             del self._open[self._mesh]
         # torchtitan shards a model from its last layer to its first.
-        named = {f"experts.{index}": module for index, module in enumerate(reversed(self.modules or [caller]))}
+        named = {
+            f"experts.{index}": module for index, module in enumerate(reversed(self.modules or [caller]))
+        }
         specs = [module.spec(name, x_TD, w2_EDF) for name, module in named.items()]
         group = thread_groups(1, device=x_TD.device)[0] if self._mesh is None else self._mesh.get_group()
         self._plan = plan(specs, group, exchange=caller._config.exchange, training=True)

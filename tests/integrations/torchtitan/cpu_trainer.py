@@ -2,11 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.integrations.torchtitan OUT --module deepseek_v3 …
 
-No file of torchtitan is changed. It looks for accelerators only, so this module names the CPU as its device and supplies
-the few functions of `torch.cuda` that `torch.cpu` lacks; torchtitan 0.3.0 also calls `torch.distributed.set_timeout`,
-which torch 2.13 does not have, and divides gradients by a reduction that gloo does not have, even if it divides by 1.
-Attention and data are replaced by torchtitan's own overrides: its attention has no backward on CPUs, and its test data is
-not in its wheel.
+It needs all of torchtitan's dependencies. Attention and data are replaced by torchtitan's own overrides: its attention
+has no backward on CPUs, and its test data is not in its wheel.
 """
 
 from __future__ import annotations
@@ -16,50 +13,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule
 
+from tests.integrations.torchtitan import cpus  # noqa: F401 (before anything else of torchtitan)
 
-class CpuModule(ModuleType):
-    """`torch.cpu`, and what torchtitan calls beside it."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
-
-    get_device_name = staticmethod(lambda device=None: "cpu")
-    current_device = staticmethod(lambda: 0)
-    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(total_memory=1 << 30))
-    memory_stats = staticmethod(lambda device=None: {})
-    reset_peak_memory_stats = empty_cache = staticmethod(lambda: None)
-
-
-def use_cpus() -> None:
-    """Make torchtitan run on CPUs; before anything else of it is imported."""
-    import torchtitan.tools.utils as tools
-
-    tools.device_type, tools.device_module = "cpu", CpuModule("cpu")
-    if not hasattr(torch.distributed, "set_timeout"):
-        torch.distributed.set_timeout = distributed_c10d._set_pg_timeout
-    divide = FSDPModule.set_gradient_divide_factor
-
-    def without_division(module: FSDPModule, factor: float) -> None:
-        divide(module, factor)
-        module.set_force_sum_reduction_for_comms(True)
-
-    FSDPModule.set_gradient_divide_factor = without_division
-    torch.set_num_threads(1)
-
-
-use_cpus()
-
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.config import ConfigManager, derive, override  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
+# isort: split
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import ConfigManager, derive, override
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
 
 @override(target=FlexAttention.Config)
@@ -76,7 +40,14 @@ class FixedBatches(BaseDataLoader):
         vocabulary: int = 2048
 
     def __init__(
-        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
     ) -> None:
         self._vocabulary, self._length = config.vocabulary, seq_len
         self._rows = slice(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
@@ -109,6 +80,7 @@ def fixed_batches(cfg: Any) -> Any:
 def main() -> None:
     """Train, and write `losses.json`, `norms.json` and `gradients.pt` into the folder that comes first."""
     out = Path(sys.argv.pop(1))
+    torch.set_num_threads(1)
     trainer = ConfigManager().parse_args().build()
     if trainer.config.checkpoint.create_seed_checkpoint:
         trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -145,4 +117,3 @@ def main() -> None:
 def whole(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient of all ranks, in one tensor."""
     return gradient.full_tensor().clone() if hasattr(gradient, "full_tensor") else gradient.clone()
-
