@@ -1,4 +1,4 @@
-"""These tests need torchtitan's models (requirements-torchtitan.txt). Its trainer needs much more, and is run by hand."""
+"""These tests need torchtitan's models (requirements-torchtitan.txt). Its trainer needs more, and is run by hand."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The same training on 1, 2, 4 and 8 ranks, in three ways: how far the losses are from those of one rank.
+"""The same training on several numbers of ranks, in three ways: how far the losses are from those of one rank.
 
     python -m tokenyard_lab.cli.same_bits --write bench/results/training-same-bits-cpu.json
 
@@ -15,15 +15,14 @@ from typing import Any
 
 from tokenyard import launch
 from tokenyard.cli.machine import provenance
-from tokenyard.group import Group
 from tokenyard.temporary_folders import temporary_folder
 from tokenyard_lab.plots import check_picture, draw_losses
-from tokenyard_lab.training.checkpoints import digest, load_state, newest, save_state
+from tokenyard_lab.training.checkpoints import digest, newest
 from tokenyard_lab.training.expert_layers import How
-from tokenyard_lab.training.rank_run import RankRun
+from tokenyard_lab.training.rank_run import train_rank
 from tokenyard_lab.training.recipe import Recipe
 
-RANKS = (1, 2, 4, 8)
+RANKS: dict[How, tuple[int, ...]] = {"choices": (1, 2, 4, 8), "ranks": (1, 4), "all_to_all": (1, 4)}
 # How each way of training is named in the document and in the picture.
 WAYS: dict[How, str] = {
     "choices": 'tokenyard, sum="choices", gradients summed by chunks',
@@ -32,23 +31,12 @@ WAYS: dict[How, str] = {
 }
 
 
-def train_rank(group: Group, recipe: Recipe, how: How, folder: str, until: int) -> list[float]:
-    """Train on one rank from the newest checkpoint to a step, and leave a checkpoint. Returns the losses."""
-    found = newest(Path(folder))
-    run = RankRun(group, recipe, how, None if found is None else load_state(found, recipe))
-    losses = [loss for _, loss in run.train(until)]
-    state = run.state()
-    if group.rank == 0:
-        save_state(state, Path(folder))
-    return losses
-
-
 def run_ranks(recipe: Recipe, how: How, stages: dict[int, int]) -> dict[str, Any]:
     """Train on the numbers of ranks in `stages`, one after the other, each to its step."""
     losses: list[float] = []
     with temporary_folder(prefix="tokenyard-training-") as folder:
         for ranks, until in stages.items():
-            arguments = (recipe, how, str(folder), until)
+            arguments = (recipe, how, Path(folder), until)
             losses += launch(
                 ranks, train_rank, *arguments, ranks="processes", threads_per_rank=1, deadline=600
             )[0]
@@ -68,7 +56,7 @@ def compare(recipe: Recipe, path: Path) -> dict[str, Any]:
         "results": runs,
     }
     for how in WAYS:
-        stages = [{ranks: recipe.steps} for ranks in RANKS]
+        stages = [{ranks: recipe.steps} for ranks in RANKS[how]]
         if how == "choices":
             stages.append({2: recipe.steps // 3, 8: 2 * recipe.steps // 3, 1: recipe.steps})
         for stage in stages:

@@ -13,36 +13,10 @@ from pathlib import Path
 from typing import get_args
 
 from tokenyard import launch
-from tokenyard.group import Group
-from tokenyard_lab.training.checkpoints import digest, load_state, newest, save_state
 from tokenyard_lab.training.expert_layers import How
 from tokenyard_lab.training.network import Shape
-from tokenyard_lab.training.network import save as save_model
-from tokenyard_lab.training.rank_run import RankRun
+from tokenyard_lab.training.rank_run import train_rank
 from tokenyard_lab.training.recipe import Recipe
-
-
-def run_rank(group: Group, recipe: Recipe, how: How, out: Path, until: int, every: int) -> list[float]:
-    """Train on one rank, up to a step; rank 0 writes a checkpoint every `every` steps. Returns the losses."""
-    found = newest(out)
-    run = RankRun(group, recipe, how, None if found is None else load_state(found, recipe))
-    leads = group.rank == 0
-    if leads and found is not None:
-        print(f"goes on from {found}", flush=True)
-    losses = []
-    for step, loss in run.train(until):
-        losses.append(loss)
-        if leads:
-            print(f"step {step}: loss {loss:.6f}", flush=True)
-        if step % every == 0 or step == until:
-            state = run.state()
-            if leads:
-                path = save_state(state, out)
-                print(f"{digest(path)}  {path}", flush=True)
-                if step == recipe.steps:
-                    save_model(state.parameters, recipe.shape, out / "model")
-    group.barrier(phase="end")
-    return losses
 
 
 def main() -> None:
@@ -81,8 +55,8 @@ def main() -> None:
             warmup=200,
         )
     until = recipe.steps if options.until is None else options.until
-    arguments = (recipe, options.how, options.out, until, options.every)
-    launch(options.ranks, run_rank, *arguments, ranks="processes", threads_per_rank=1, deadline=300)
+    arguments = (recipe, options.how, options.out, until, options.every, True)
+    launch(options.ranks, train_rank, *arguments, ranks="processes", threads_per_rank=1, deadline=300)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from tokenyard.errors import InputError
 from tokenyard.group import Group
-from tokenyard_lab.training.checkpoints import State
+from tokenyard_lab.training.checkpoints import State, digest, load_state, newest, save_state
 from tokenyard_lab.training.expert_layers import AllToAllExperts, ExpertLayers, How, YardExperts
 from tokenyard_lab.training.network import (
     Parameters,
@@ -34,6 +35,7 @@ from tokenyard_lab.training.network import (
     initialize,
     rms_norm,
     rotations,
+    save,
 )
 from tokenyard_lab.training.recipe import Chunk, Recipe, draw_chunk
 
@@ -200,6 +202,34 @@ class RankRun:
                 "exp_avg_sq": state.second[name][part].clone(),
             }
         self.step = state.step
+
+
+def train_rank(
+    group: Group, recipe: Recipe, how: How, out: Path, until: int, every: int = 0, show: bool = False
+) -> list[float]:
+    """The job of a rank: go on from the newest checkpoint in `out` up to a step. Returns the losses.
+
+    A checkpoint is written at the end, and every `every` steps. With `show`, rank 0 prints losses and checkpoints.
+    """
+    found = newest(out)
+    run = RankRun(group, recipe, how, None if found is None else load_state(found, recipe))
+    leads = group.rank == 0
+    show = show and leads
+    if show and found is not None:
+        print(f"goes on from {found}", flush=True)
+    losses = []
+    for step, loss in run.train(until):
+        losses.append(loss)
+        if show:
+            print(f"step {step}: loss {loss:.6f}", flush=True)
+        if step == until or (every and step % every == 0):
+            state = run.state()
+            path = save_state(state, out) if leads else None
+            if show and path is not None:
+                print(f"{digest(path)}  {path}", flush=True)
+            if leads and step == recipe.steps:
+                save(state.parameters, recipe.shape, out / "model")
+    return losses
 
 
 def _losses(x_BSH: Tensor, weights: Parameters, piece: list[Chunk]) -> Tensor:
