@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.integrations.torchtitan import cpus  # noqa: F401 (before anything else of torchtitan)
+from tests.integrations.torchtitan import cpus  # before anything else of torchtitan
 
 # isort: split
 from torchtitan.components.dataloader import BaseDataLoader
@@ -81,6 +81,7 @@ def main() -> None:
     """Train, and write `losses.json`, `norms.json` and `gradients.pt` into the folder that comes first."""
     out = Path(sys.argv.pop(1))
     torch.set_num_threads(1)
+    cpus.use_gloo()
     trainer = ConfigManager().parse_args().build()
     if trainer.config.checkpoint.create_seed_checkpoint:
         trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -29,14 +29,17 @@ class CpuModule(ModuleType):
     reset_peak_memory_stats = empty_cache = staticmethod(lambda: None)
 
 
-def divide_on_gloo(module: FSDPModule, factor: float) -> None:
-    """`set_gradient_divide_factor` of a module whose ranks speak gloo."""
+tools.device_type, tools.device_module = "cpu", CpuModule("cpu")
+_divide = FSDPModule.set_gradient_divide_factor
+
+
+def use_gloo() -> None:
+    """Supply what torchtitan misses of torch and of gloo, in a process that runs nothing else."""
+    if not hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout = distributed_c10d._set_pg_timeout
+    FSDPModule.set_gradient_divide_factor = _divide_on_gloo
+
+
+def _divide_on_gloo(module: FSDPModule, factor: float) -> None:
     _divide(module, factor)
     module.set_force_sum_reduction_for_comms(True)
-
-
-tools.device_type, tools.device_module = "cpu", CpuModule("cpu")
-if not hasattr(torch.distributed, "set_timeout"):
-    torch.distributed.set_timeout = distributed_c10d._set_pg_timeout
-_divide = FSDPModule.set_gradient_divide_factor
-FSDPModule.set_gradient_divide_factor = divide_on_gloo

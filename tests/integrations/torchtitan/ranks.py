@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.integrations.torchtitan import cpus  # noqa: F401 (before anything else of torchtitan)
+from tests.integrations.torchtitan import cpus  # before anything else of torchtitan
 
 # isort: split
 from torchtitan.config import (
@@ -92,6 +92,13 @@ class Batch:
                 "w3_EFD": (normal(*wide) / 16).to(dtype),
             },
         )
+
+
+def run(group: Group, jobs: list[tuple[Any, ...]]) -> list[Any]:
+    """The results of several jobs of a rank, each a function and what it takes beside the group."""
+    if group.size > 1:  # a process of its own
+        cpus.use_gloo()
+    return [job(group, *arguments) for job, *arguments in jobs]
 
 
 def differentiate(group: Group, imports: list[str], seed: int) -> dict[str, Tensor]:

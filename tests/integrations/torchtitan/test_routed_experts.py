@@ -3,22 +3,59 @@
 import pytest
 import torch
 
-from tests.integrations.torchtitan.ranks import OURS, Batch, differentiate, model_config, train_step
+from tests.integrations.torchtitan.ranks import OURS, Batch, differentiate, model_config, run, train_step
 from tokenyard import launch
 from tokenyard.errors import InputError
 
 CHOICES = f'{OURS}={{"sum": "choices"}}'
 
 
-def on_ranks(world, fn, *arguments):
-    return launch(world, fn, *arguments, ranks="processes", threads_per_rank=1, deadline=120)
+SEED = 3
 
 
-def differentiated(world, imports, seed):
+@pytest.fixture(scope="module")
+def alone():
+    """The module on one rank, with choices summed at home."""
+    ((found,),) = launch(1, run, [(differentiate, [CHOICES], SEED)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    """By name, the results of both ranks."""
+    return on_ranks(
+        2,
+        ours=(differentiate, [OURS], SEED),
+        theirs=(differentiate, [], SEED),
+        choices=(differentiate, [CHOICES], SEED),
+        our_step=(train_step, [OURS], 2),
+        their_step=(train_step, [], 2),
+    )
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    """By name, the results of four ranks."""
+    return on_ranks(
+        4,
+        choices=(differentiate, [CHOICES], SEED),
+        our_step=(train_step, [OURS], 2),
+        their_step=(train_step, [], 2),
+        step_of_two=(train_step, [CHOICES], 2),
+        step_of_four=(train_step, [CHOICES], 4),
+    )
+
+
+def on_ranks(world, **jobs):
+    """Start ranks once for all jobs: each imports torchtitan first, for seconds."""
+    by_rank = launch(world, run, [*jobs.values()], ranks="processes", threads_per_rank=1, deadline=120)
+    return dict(zip(jobs, zip(*by_rank, strict=True), strict=True))
+
+
+def joined(by_rank):
     """Result and gradients: rows of all ranks, in their order; and the gradients of all experts."""
-    by_rank = on_ranks(world, differentiate, imports, seed)
-    found = {name: torch.cat([rank[name] for rank in by_rank]) for name in ("y", "x", "scores")}
-    return found | {name: by_rank[0][name] for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+    rows = {name: torch.cat([rank[name] for rank in by_rank]) for name in ("y", "x", "scores")}
+    return by_rank[0] | rows
 
 
 def oracle(batch):
@@ -39,33 +76,46 @@ def error(found, true):
     return float((found.double() - true).norm() / true.norm())
 
 
-def test_results_and_gradients_are_those_of_the_oracle_and_no_worse_than_torchtitans_own():
-    true, ours, theirs = oracle(Batch.drawn(3)), differentiated(2, [OURS], 3), differentiated(2, [], 3)
+def test_results_and_gradients_are_those_of_the_oracle_and_no_worse_than_torchtitans_own(on_two):
+    true, ours, theirs = oracle(Batch.drawn(SEED)), joined(on_two["ours"]), joined(on_two["theirs"])
     for name, value in true.items():
         assert error(ours[name], value) < 2**-7, name  # a bf16 number is off by up to 2**-9
         assert error(ours[name], value) < 1.25 * error(theirs[name], value), name
 
 
-def test_a_layer_has_the_same_bits_on_one_rank_and_on_two_and_four():
-    alone = differentiated(1, [CHOICES], 4)
-    for world in (2, 4):
-        found = differentiated(world, [CHOICES], 4)
-        assert all(torch.equal(found[name], value) for name, value in alone.items())
+def test_a_layer_has_the_same_bits_on_one_rank_and_on_two(alone, on_two):
+    assert_equal(alone, joined(on_two["choices"]))
 
 
-@pytest.mark.parametrize(("world", "expert_parallel"), [(2, 2), (4, 2)])
-def test_the_debug_model_has_the_loss_and_the_gradients_of_torchtitans_own_dispatcher(world, expert_parallel):
-    (ours, gradients), *_ = on_ranks(world, train_step, [OURS], expert_parallel)
-    (theirs, of_theirs), *_ = on_ranks(world, train_step, [], expert_parallel)
-    assert ours == pytest.approx(theirs, rel=1e-3)
+@pytest.mark.long
+def test_a_layer_has_the_same_bits_on_four_ranks(alone, on_four):
+    assert_equal(alone, joined(on_four["choices"]))
+
+
+def assert_equal(one, other):
+    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+
+
+def test_the_debug_model_has_the_loss_and_the_gradients_of_torchtitans_own_dispatcher(on_two):
+    assert_close(on_two["our_step"][0], on_two["their_step"][0])
+
+
+@pytest.mark.long
+def test_the_debug_model_does_so_with_fsdp_over_two_groups_of_experts(on_four):
+    assert_close(on_four["our_step"][0], on_four["their_step"][0])
+
+
+def assert_close(ours, theirs):
+    (loss, gradients), (their_loss, of_theirs) = ours, theirs
+    assert loss == pytest.approx(their_loss, rel=1e-3)
     assert gradients.keys() == of_theirs.keys()
     for name, value in of_theirs.items():
         assert error(gradients[name], value.double()) < 2**-5, name
 
 
-def test_only_the_sums_of_fsdp_depend_on_how_ranks_are_divided():
-    (loss, gradients), *_ = on_ranks(4, train_step, [CHOICES], 2)
-    (other_loss, others), *_ = on_ranks(4, train_step, [CHOICES], 4)
+@pytest.mark.long
+def test_only_the_sums_of_fsdp_depend_on_how_ranks_are_divided(on_four):
+    (loss, gradients), (other_loss, others) = on_four["step_of_two"][0], on_four["step_of_four"][0]
     assert loss == other_loss
     differ = [name for name, value in gradients.items() if not torch.equal(value, others[name])]
     assert all("inner_experts" in name for name in differ)
