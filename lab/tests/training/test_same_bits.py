@@ -1,14 +1,17 @@
 """Training gives the same checkpoints, byte for byte, on any number of ranks."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional
 
 from tokenyard import launch
@@ -18,6 +21,7 @@ from tokenyard_lab.training.network import Shape, forward, initialize
 from tokenyard_lab.training.rank_run import BETAS, train_rank
 from tokenyard_lab.training.recipe import Recipe, draw_chunk
 
+ROOT = Path(__file__).resolve().parents[3]
 SHAPE = Shape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=8, top_k=3, expert_width=16)
 RECIPE = Recipe(shape=SHAPE, steps=6, batch=8, warmup=2)
 
@@ -116,6 +120,16 @@ def test_a_killed_command_goes_on_with_other_ranks_and_ends_with_the_same_checkp
     assert "goes on from" in again.stdout
     assert trained(tmp_path / "alone", 1, recipe=Recipe(steps=3, batch=8))[1] in again.stdout
     assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_the_picture_shows_the_recorded_runs_and_those_that_sum_choices_are_the_same():
+    recorded = json.loads((ROOT / "bench/results/training-same-bits-cpu.json").read_text())
+    choices = [run for run in recorded["results"] if run["way"] == "choices"]
+    assert [run["ranks"] for run in choices] == [[1], [2], [4], [8], [2, 8, 1]]
+    assert len({run["sha256"] for run in choices}) == 1
+    assert len({run["sha256"] for run in recorded["results"]}) == 5
+    told = Image.open(ROOT / "docs/pictures/training-same-bits-cpu.png").text["Description"]
+    assert recorded["date"][:10] in told
 
 
 @pytest.mark.long

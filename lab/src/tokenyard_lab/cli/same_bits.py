@@ -25,9 +25,9 @@ from tokenyard_lab.training.recipe import Recipe
 RANKS: dict[How, tuple[int, ...]] = {"choices": (1, 2, 4, 8), "ranks": (1, 4), "all_to_all": (1, 4)}
 # How each way of training is named in the document and in the picture.
 WAYS: dict[How, str] = {
-    "choices": 'tokenyard, sum="choices", gradients summed by chunks',
-    "ranks": 'tokenyard, sum="ranks", gradients summed by chunks',
-    "all_to_all": "torch.distributed: all_to_all, all_reduce",
+    "choices": 'sum="choices", 2, 4 and 8 ranks',
+    "ranks": 'sum="ranks", 4 ranks',
+    "all_to_all": "torch's all_to_all and all_reduce, 4 ranks",
 }
 
 
