@@ -27,6 +27,8 @@ from tokenyard.routing import PLACEMENTS, ROUTERS, Placement
 
 YES, NO = "✓", "–"
 
+_DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+
 # The width of DeepSeek-V3's rows, for the column of bytes.
 _HIDDEN_SIZE = 7168
 
@@ -83,12 +85,14 @@ def _exchanges() -> SupportTable:
     )
     rows.append(("router logits", NO, *(_both_ways(mark, NO) for mark in logits)))
     rows.append(("results of single choices", NO, *(_both_ways(NO, mark) for mark in choices)))
+    trained = [", ".join(_DEVICES[kind] for kind in exchange.carries_gradients) for exchange in exchanges]
+    rows.append(("gradients", NO, *(cell or NO for cell in trained)))
     return SupportTable(
         title="Exchanges and formats",
         note=f"Which rows travel in which format, and the bytes of a row of {_HIDDEN_SIZE}. {YES}: to the experts "
         f"(out) and home (back). “{dtype_name(torch.float32)} only”: for layers whose rows are of that dtype. "
         "Router logits travel for experts that route by themselves, results of single choices (on CPUs) with "
-        '`sum="choices"`.',
+        '`sum="choices"`, gradients with `plan(training=True)` on these devices.',
         columns=("format", "bytes", *(f"`{exchange.name}`" for exchange in exchanges)),
         rows=tuple(rows),
     )
@@ -167,6 +171,8 @@ def _experts() -> SupportTable:
         "route by themselves": lambda kind: kind.routes_itself,
         "the same bits in any batch, on a CPU": lambda kind: "cpu" in kind.batch_invariant,
         "the same bits in any batch, on a GPU": lambda kind: "cuda" in kind.batch_invariant,
+        "trained on a CPU": lambda kind: "cpu" in kind.trains,
+        "trained on an NVIDIA GPU": lambda kind: "cuda" in kind.trains,
         "run on a CPU": lambda kind: "cpu" in kind.devices,
         "run on an NVIDIA GPU": lambda kind: "cuda" in kind.devices,
     }

@@ -1,4 +1,4 @@
-"""Layers that are trained on batches of all ranks, one step of them on a rank, and the float64 oracle of its gradients."""
+"""Layers that are trained on batches of all ranks, a step of them on a rank, and the float64 oracle of gradients."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,9 +83,11 @@ class Training:
         found |= {name: parameter.grad for name, parameter in layer.experts.named_parameters()}
         return found, plan.local_experts(self.spec.name)
 
-    def on(self, world, *, ranks="threads", **options):
+    def on(self, world, *, ranks="threads", hosts=1, **options):
         """Results and gradients of all ranks, put together in the order of tokens and of experts."""
-        by_rank = ty.launch(world, self._step, options, ranks=ranks, deadline=30.0, threads_per_rank=1)
+        by_rank = ty.launch(
+            world, self._step, options, ranks=ranks, hosts=hosts, deadline=30.0, threads_per_rank=1
+        )
         token_T = torch.cat([self.mine(_Rank(rank, world)) for rank in range(world)])
         experts = [expert for _, owned in by_rank for expert in owned]
         together = {}

@@ -1,11 +1,11 @@
-"""Bits of gradients: on any number of ranks, through every exchange, on threads and processes, whatever a rank keeps."""
+"""Bits of gradients: on any number of ranks, through every exchange, on processes, whatever a rank keeps."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.training.batches import Training, differing, trained
+from tests.training.batches import Training, differing, errors, trained
 
 EXCHANGES = ["one_sided", "two_sided", "allgather"]
 CHOICES = trained(sum="choices", top_k=4, bias=True)
@@ -51,6 +51,17 @@ def test_gradients_have_the_same_bits_through_every_exchange_and_on_processes(or
 def test_gradients_on_processes_have_the_bits_of_one_rank(exchange):
     case = Training(CHOICES)
     assert differing(case.on(1), case.on(4, exchange=exchange, ranks="processes")) == []
+
+
+@pytest.mark.parametrize("paranoid", [False, True])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_gradients_go_through_relays(hosts, paranoid):
+    """Each relay places the gradients of routing weights, as it sums those of rows. On one host, bits are the same."""
+    case = Training(replace(CHOICES, sum="ranks"))
+    plain = case.on(4, exchange="two_sided")
+    found = case.on(4, exchange="hierarchical", hosts=hosts, paranoid=paranoid)
+    assert differing(plain, found) == ([] if hosts == 1 else ["y", "x"])
+    assert max(errors(found, case.oracle).values()) < 2e-2
 
 
 @pytest.mark.parametrize("wire", [None, "mxfp8"])

@@ -110,6 +110,7 @@ class SummedAgain(ResultsAtHome):
         return self.home.by_rank()
 
 
+@pytest.mark.long  # tests/reports/test_41382.py has the fault; answers get worse in the test above, too
 def test_a_second_reduction_costs_more_than_ten_points_and_the_evaluation_says_so(monkeypatch):
     """Injected behind the back of the API. No error, no NaN: only the answers are worse."""
     monkeypatch.setitem(EXCHANGES, "reduces_again", ReducesAgain)

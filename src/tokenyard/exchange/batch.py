@@ -95,9 +95,7 @@ class BatchRoutes:
     @cached_property
     def choices_by_rank(self) -> tuple[Tensor, ...]:
         """For each rank, the choices (ascending) whose results it returns, as token · K + choice."""
-        rank_N, choice_N = self.resolved[0].flatten().sort(stable=True)
-        nobody, *counts = (rank_N + 1).bincount(minlength=self.spec.placement.world + 1).tolist()
-        return tuple(choice_N[nobody:].split(counts))
+        return choices_by_part(self.resolved[0], self.spec.placement.world)
 
     @property
     def result_counts(self) -> list[int]:
@@ -142,6 +140,17 @@ def rows_out(rank_TK: Tensor, world: int) -> tuple[Tensor, Tensor]:
     goes_TW.scatter_(1, rank_TK.remainder(world + 1), True)
     rank_N, token_N = goes_TW[:, :world].t().nonzero().unbind(1)
     return rank_N, token_N
+
+
+def choices_by_part(part_TK: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """For each part (a rank, or a host), the choices (ascending) that go there, as token · K + choice.
+
+    >>> [choices.tolist() for choices in choices_by_part(torch.tensor([[0, 0], [1, -1], [1, 0]]), parts=2)]
+    [[0, 1, 5], [2, 4]]
+    """
+    part_N, choice_N = part_TK.flatten().sort(stable=True)
+    nobody, *counts = (part_N + 1).bincount(minlength=parts + 1).tolist()
+    return tuple(choice_N[nobody:].split(counts))
 
 
 def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd
 from typing import Any, Generic
@@ -33,8 +33,8 @@ from torch import Tensor
 from tokenyard.duties import Duty, record
 from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange.announcement import Announcements
-from tokenyard.exchange.batch import Arrival, BatchRoutes, WayBack, without_graph
-from tokenyard.exchange.returns import place_returns
+from tokenyard.exchange.batch import Arrival, WayBack, without_graph
+from tokenyard.exchange.returns import ChoicePlaces
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows, Payload, check_device, dtype_name, is_matrix
 from tokenyard.rows import ExpertResult, PlacedRows, check_choice_rows, check_expert_rows, describe
@@ -72,6 +72,8 @@ class Results(Generic[WayBack]):
     # `rows_RH` in the combine wire; None if there are none, or the transport encodes them.
     encoded: EncodedRows | None
     announcements: Announcements  # what this rank tells the others of them
+    # Payloads that travel beside results (`ExchangeSpec.returns`), a row for each; `encoded` has them, too.
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
     # Called by the transport when results are encoded and in their place, before it announces them.
     on_results_written: Callable[[], None] = _nothing
     # Checks the sums that relays make of results, in a paranoid plan.
@@ -134,7 +136,7 @@ class SumWatch(ABC):
         """
 
     @abstractmethod
-    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
+    def with_checksums(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
         """The sums of some tokens, with checksums that are compared at home."""
 
 
@@ -147,8 +149,8 @@ class RowsAtHome(ResultsAtHome):
     ranks: tuple[int, ...] | None = None  # the ranks that returned them; None: all of the group, in order
     # The choice (0 to K - 1) of its token that each row is the result of; None: rows are summed over ranks.
     choices_by_rank: tuple[Tensor, ...] | None = None
-    # The routes of the tokens, if rows carry payloads that are placed (`ExchangeSpec.returns`), and not summed.
-    placed_by: BatchRoutes | None = None
+    # Where payloads belong that rows carry and that are not summed (`ExchangeSpec.returns`); None: there are none.
+    places: ChoicePlaces | None = None
 
     @classmethod
     def of(cls, arrival: Arrival, payloads_by_rank: Sequence[Mapping[str, Tensor]]) -> RowsAtHome:
@@ -156,27 +158,23 @@ class RowsAtHome(ResultsAtHome):
         spec = arrival.spec
         wire, width = spec.combine_wire, spec.hidden_size
         rows = [EncodedRows(format=wire, hidden_size=width, payloads=some) for some in payloads_by_rank]
-        placed_by = arrival.routes if spec.returns else None
+        places = ChoicePlaces.of(arrival.routes) if spec.returns else None
         if not spec.sums_choices:
-            return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank, placed_by=placed_by)
+            return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank, places=places)
         returned = arrival.routes.choices_by_rank
         return cls(
             rows_by_rank=rows,
             tokens_by_rank=tuple(choice_N // spec.top_k for choice_N in returned),
             choices_by_rank=tuple(choice_N % spec.top_k for choice_N in returned),
-            placed_by=placed_by,
+            places=places,
         )
 
     @property
     def results_by_rank(self) -> list[EncodedRows]:
         """The rows that are summed, without the payloads that are placed."""
-        if self.placed_by is None:
+        if self.places is None:
             return self.rows_by_rank
-        placed = {payload.name for payload in self.placed_by.spec.returns}
-        return [
-            replace(rows, payloads={name: part for name, part in rows.payloads.items() if name not in placed})
-            for rows in self.rows_by_rank
-        ]
+        return [self.places.without(rows) for rows in self.rows_by_rank]
 
     def summands(self) -> tuple[list[EncodedRows], tuple[Tensor, ...]]:
         """Rows and their tokens in the order of the sum, by rank or by choice. In each part no token occurs twice."""
@@ -205,9 +203,9 @@ class RowsAtHome(ResultsAtHome):
         return rows_by_rank, self.tokens_by_rank
 
     def placed(self, payload: Payload) -> Tensor:
-        if self.placed_by is None:
-            return super().placed(payload)
-        return place_returns(payload, self.placed_by, self.rows_by_rank)
+        return (
+            super().placed(payload) if self.places is None else self.places.placed(payload, self.rows_by_rank)
+        )
 
 
 # -- Checks ----------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 The gradient of a routing weight is a number of one choice, which the rank of its expert computes. With `sum="choices"`
 it travels beside the result of that choice. With `sum="ranks"` a row comes home for each (token, rank), and beside it a
-place for each of the token's K choices; those of other ranks stay zero, and are not read.
+place for each of the token's K choices; those of other ranks stay zero, and are not read. Where a host's results are
+summed before they leave it, the relay places their numbers, and sends them on beside the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,20 +20,18 @@ from tokenyard.formats.base import EncodedRows, Payload
 from tokenyard.rows import LocalRoutes
 
 
-def with_returns(arrival: Arrival, encoded: EncodedRows | None, returns: Mapping[str, Tensor]) -> EncodedRows:
-    """Results with the payloads that the spec declares; `returns` has a row for each choice of the received rows."""
+def beside_results(arrival: Arrival, returns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The payloads that travel beside results; `returns` has a row for each choice of the received rows, by name."""
     spec = arrival.spec
     declared = [payload.name for payload in spec.returns]
-    if encoded is None or sorted(returns) != sorted(declared):
-        found = "results in the combine buffer" if encoded is None else f"payloads {sorted(returns)}"
+    if sorted(returns) != sorted(declared):
         raise ContractError(
-            f"a combine was given {found}",
-            expected=f"results, and payloads {sorted(declared)} of each choice, as the spec declares",
-            fix="return rows from the experts, and each declared payload beside them",
+            f"a combine was given payloads {sorted(returns)}",
+            expected=f"payloads {sorted(declared)} of each choice, as the spec declares",
+            fix="pass each declared payload as `returns`",
         )
     assert isinstance(arrival.received.routes, LocalRoutes)  # logits have no choices
-    pairs_N = arrival.received.routes.pairs
-    payloads = dict(encoded.payloads)
+    pairs_N, payloads = arrival.received.routes.pairs, {}
     for payload in spec.returns:
         numbers_N = returns[payload.name]
         payload.check(numbers_N, len(pairs_N))
@@ -42,19 +41,41 @@ def with_returns(arrival: Arrival, encoded: EncodedRows | None, returns: Mapping
             places[pairs_N] = numbers_N
             numbers_N = places.view(arrival.received.num_rows, spec.top_k * payload.width)
         payloads[payload.name] = numbers_N
-    return replace(encoded, payloads=payloads)
+    return payloads
 
 
-def place_returns(payload: Payload, routes: BatchRoutes, rows_by_rank: Sequence[EncodedRows]) -> Tensor:
-    """The numbers of this rank's choices, `[T, K · width]`, from what each rank returned; 0 for ids of -1."""
-    top_k = routes.spec.top_k
-    first = rows_by_rank[0].payloads[payload.name]
-    placed = first.new_zeros(routes.num_tokens * top_k, payload.width)
-    for rank, (rows, choice_N) in enumerate(zip(rows_by_rank, routes.choices_by_rank, strict=True)):
-        numbers = rows.payloads[payload.name]
-        if not routes.spec.sums_choices:
-            # Rows stand in the order of their tokens, and each holds the numbers of all choices of its token.
-            row_N = torch.searchsorted(routes.tokens_by_rank[rank], choice_N // top_k)
-            numbers = numbers.reshape(-1, top_k, payload.width)[row_N, choice_N % top_k]
-        placed[choice_N] = numbers
-    return placed.view(routes.num_tokens, top_k * payload.width)
+@dataclass(frozen=True, eq=False)
+class ChoicePlaces:
+    """Where the numbers belong that come beside results, which come home in parts: of ranks, or of hosts."""
+
+    names: tuple[str, ...]  # of the payloads
+    num_tokens: int
+    top_k: int
+    choices_by_part: Sequence[Tensor]  # the choices (ascending) of each part, as token · K + choice
+    # The tokens (ascending) of the rows of each part, which have numbers of K choices; None: a row is of one choice.
+    tokens_by_part: Sequence[Tensor] | None
+
+    @classmethod
+    def of(cls, routes: BatchRoutes) -> ChoicePlaces:
+        """The places of what each rank returns."""
+        spec = routes.spec
+        tokens = None if spec.sums_choices else routes.tokens_by_rank
+        names = tuple(payload.name for payload in spec.returns)
+        return cls(names, routes.num_tokens, spec.top_k, routes.choices_by_rank, tokens)
+
+    def without(self, rows: EncodedRows) -> EncodedRows:
+        """Rows of results without these payloads."""
+        payloads = {name: part for name, part in rows.payloads.items() if name not in self.names}
+        return EncodedRows(format=rows.format, hidden_size=rows.hidden_size, payloads=payloads)
+
+    def placed(self, payload: Payload, rows_by_part: Sequence[EncodedRows]) -> Tensor:
+        """The numbers of this rank's choices, `[T, K · width]`; 0 for ids of -1."""
+        first = rows_by_part[0].payloads[payload.name]
+        placed = first.new_zeros(self.num_tokens * self.top_k, payload.width)
+        for part, (rows, choice_N) in enumerate(zip(rows_by_part, self.choices_by_part, strict=True)):
+            numbers = rows.payloads[payload.name]
+            if self.tokens_by_part is not None:
+                row_N = torch.searchsorted(self.tokens_by_part[part], choice_N // self.top_k)
+                numbers = numbers.reshape(-1, self.top_k, payload.width)[row_N, choice_N % self.top_k]
+            placed[choice_N] = numbers
+        return placed.view(self.num_tokens, self.top_k * payload.width)

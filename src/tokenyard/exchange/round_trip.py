@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from tokenyard.duties import Party, acting
-from tokenyard.errors import Corrupted, HandleError, PeerFailed
+from tokenyard.errors import ContractError, Corrupted, HandleError, PeerFailed
 from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Part, UnencodedRows
 from tokenyard.exchange.passes import TooManyRows, more_parts, parts_for
 from tokenyard.exchange.results import Results, ResultsAtHome, SumAhead, check_output, check_result, check_sum
-from tokenyard.exchange.returns import with_returns
+from tokenyard.exchange.returns import beside_results
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Background, Pending
@@ -334,13 +334,21 @@ class RoundTrip:
             rows_RH, encoded = check_result(arrival, result), None
             if rows_RH is not None and not transport.encodes_results:
                 encoded = spec.combine_wire.encode(rows_RH)
-            if spec.returns or returns:
-                encoded = with_returns(arrival, encoded, returns)
+            beside = beside_results(arrival, returns) if spec.returns or returns else {}
+            if beside and rows_RH is None:
+                raise ContractError(
+                    "a combine was given results in its buffer, and payloads beside them",
+                    expected="results that the experts return, where payloads come home beside them",
+                    fix="return rows",
+                )
+            if encoded is not None and beside:
+                encoded = replace(encoded, payloads={**encoded.payloads, **beside})
             begins_sum = ahead and reduces and arrival.part is None
             results = Results(
                 arrival=arrival,
                 rows_RH=rows_RH,
                 encoded=encoded,
+                beside=beside,
                 announcements=exchange.announcer.of_combine(
                     spec, arrival.round, arrival.routes.num_tokens, forward=arrival.forward
                 ),
@@ -385,6 +393,7 @@ class RoundTrip:
     def _come_home(self) -> None:
         """Wait for the results of this rank's tokens, and sum them, or keep them by rank."""
         arrival, pending, self._returning = self.arrived, self._returning, None
+        self._trips.forget(self)
         assert arrival is not None
         assert pending is not None
         exchange, transport, spec = self._exchange, self._transport, self.spec

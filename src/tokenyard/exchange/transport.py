@@ -63,8 +63,9 @@ class Transport(ABC, Generic[WayBack]):
     sums_in_hosts: ClassVar[bool] = False
     # Whether each choice's result can come home by itself (`LayerSpec(sum="choices")`).
     returns_choices: ClassVar[bool] = True
-    # The kinds of devices whose gradients it moves (`plan(training=True)`): with payloads beside the results.
-    carries_gradients: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    # The kinds of devices whose gradients it moves (`plan(training=True)`), with payloads beside the results: those of
+    # `spec.combine_layout`. A transport that encodes results finds the payloads in `results.beside`.
+    carries_gradients: ClassVar[tuple[str, ...]] = ("cpu",)
     # Whether the rows that a rank receives in one pass can have a bound (`plan(max_rows=…)`).
     bounds_rows: ClassVar[bool] = False
     # Whether the number of multiprocessors (SMs) that its kernels use can have a bound (`plan(sms=…)`).
@@ -99,7 +100,8 @@ class Transport(ABC, Generic[WayBack]):
         """None, or why this transport cannot move the gradients of rows on this device."""
         if device.type in cls.carries_gradients:
             return None
-        why = f"{cls.name} carries gradients on {' and '.join(cls.carries_gradients) or 'no device'}, not on {device.type}"
+        where = " and ".join(cls.carries_gradients) or "no device"
+        why = f"{cls.name} carries gradients on {where}, and rows are on {device.type}"
         return Reason(field="exchange", value=cls.name, why=why)
 
     @classmethod

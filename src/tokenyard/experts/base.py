@@ -182,13 +182,9 @@ class Experts(nn.Module, ABC):
         held = self.weights if weights is None else weights
         if not self.spec.trains:
             return held
-        matrices = (matrix.detach().to(self.spec.dtype) for matrix in held.plain_matrices())
-        w13, w2 = matrices
-        biases = {
-            name: bias if bias is None else bias.detach()
-            for name, bias in (("b13", held.b13), ("b2", held.b2))
-        }
-        return replace(held, w13=w13, w2=w2, **biases)
+        w13, w2 = (matrix.detach().to(self.spec.dtype) for matrix in held.plain_matrices())
+        b13, b2 = (bias if bias is None else bias.detach() for bias in (held.b13, held.b2))
+        return replace(held, w13=w13, w2=w2, b13=b13, b2=b2)
 
     def _load_from_state_dict(
         self,

@@ -27,7 +27,7 @@ not: a CPU then computes row by row (`tiles.py`), with the reproducible activati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
@@ -36,13 +36,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenyard.duties import Duty, aside, record, record_weights
+from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.experts import workers
-from tokenyard.experts.base import TOKEN_NUMBERS, Experts, local_routes
-from tokenyard.experts.gradients import FirstProduct, Products, RowGradients, differentiate_pairs
-from tokenyard.experts.pairs import SortedPairs, check_local_id, check_shapes, sort_pairs
+from tokenyard.experts.base import local_routes
+from tokenyard.experts.gradients import FirstProduct, Products
+from tokenyard.experts.pairs import SortedPairs, check_local_id, check_shapes
 from tokenyard.experts.tiles import product_by_tiles
+from tokenyard.experts.trained import TrainedExperts
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows
@@ -104,7 +105,7 @@ def product_path(
     return "mm" if any(width % GROUPED_MM_ALIGNMENT for width in widths) else "grouped_mm"
 
 
-class GroupedExperts(Experts):
+class GroupedExperts(TrainedExperts):
     """Experts computed on pairs grouped by expert, with the matrix product that is fastest for the shape."""
 
     name = "grouped"
@@ -145,53 +146,17 @@ class GroupedExperts(Experts):
             self._single = weights, list(w13.mT.unbind()), list(w2.mT.unbind())
         return self._single[1:]
 
-    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Sort pairs, gather rows, and compute both products; with `finalize`, weight and sum the results."""
-        if not torch.is_grad_enabled():
-            return self._compute(received, self.multiplied(), finalize=finalize)
-        with torch.no_grad():
-            return self._compute(received, self.multiplied(), finalize=finalize)
-
-    @torch.no_grad()
-    def compute_kept(
-        self, received: ReceivedRows, weights: ExpertWeights, *, finalize: bool
-    ) -> tuple[ExpertRows | PlacedRows | UnfinalizedRows, Tensor]:
-        first = FirstProduct(self.spec.dtype)
-        result = self._compute(received, self.multiplied(weights), finalize=finalize, first=first)
-        assert first.pre_NI is not None
-        return result, first.pre_NI
-
-    @torch.no_grad()
-    def differentiate(
-        self,
-        received: ReceivedRows,
-        kept: Tensor | None,
-        dy_RH: Tensor,
-        weights: ExpertWeights,
-        sums: Mapping[str, Tensor],
-    ) -> RowGradients:
-        spec, cast = self.spec, self.multiplied(weights)
-        if kept is None:
-            first = FirstProduct(spec.dtype, only=True)
-            with aside():
-                self._compute(received, cast, finalize=False, first=first)
-            kept = first.pre_NI
-        assert kept is not None
-        products = Products(
+    @property
+    def products(self) -> Products:
+        return Products(
             by_rows=_product,
             over_rows=lambda a_nO, b_nI: torch.mm(a_nO.t(), b_nI),
             inner=lambda a_nD, b_nD: (a_nD * b_nD).sum(1),
             column_sums=lambda a_nD: a_nD.sum(0),
-            reproducible=spec.batch_invariant,
+            reproducible=self.spec.batch_invariant,
         )
-        x_RH = self.incoming(received, spec.dtype)
-        return differentiate_pairs(spec, products, self._pairs(received), x_RH, kept, dy_RH, cast, sums)
 
-    def _pairs(self, received: ReceivedRows) -> SortedPairs:
-        numbers = received.extra.get(TOKEN_NUMBERS)
-        return sort_pairs(local_routes(received), self.spec.num_local_experts, numbers)
-
-    def _compute(
+    def compute_pairs(
         self,
         received: ReceivedRows,
         weights: ExpertWeights,
@@ -199,7 +164,7 @@ class GroupedExperts(Experts):
         finalize: bool,
         first: FirstProduct | None = None,
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """The results; `first` takes the first product. If it wants that `only`, the results are not valid."""
+        """Sort pairs, gather rows, and compute both products; with `finalize`, weight and sum the results."""
         spec = self.spec
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
@@ -208,7 +173,7 @@ class GroupedExperts(Experts):
         one_row = received.num_rows == 1 and routes.ids_RK.shape[:1] == (1,)
         if one_row and not by_tiles and routes.ids_RK.is_cpu:
             return self._one_row(weights, received, routes, finalize=finalize, first=first)
-        pairs = self._pairs(received)
+        pairs = self.sorted_pairs(received)
         if by_tiles:
             y_NH = self._tile_by_tile(weights, self.incoming(received, torch.float32), pairs, first)
         else:

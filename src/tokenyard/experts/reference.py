@@ -22,15 +22,12 @@ The same argument holds on a GPU, and between a CPU and a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from tokenyard.duties import aside, record_weights
-from tokenyard.experts.base import TOKEN_NUMBERS, Experts, local_routes
-from tokenyard.experts.gradients import FirstProduct, Products, RowGradients, differentiate_pairs
-from tokenyard.experts.pairs import SortedPairs, sort_pairs
+from tokenyard.duties import record_weights
+from tokenyard.experts.gradients import FirstProduct, Products
+from tokenyard.experts.trained import TrainedExperts
 from tokenyard.experts.weights import ExpertWeights, expert_matrix
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
@@ -43,7 +40,7 @@ BLOCK = 256 * 1024
 WIDE = 64
 
 
-class ReferenceExperts(Experts):
+class ReferenceExperts(TrainedExperts):
     """Plain experts whose result for a row is bitwise independent of the rest of the batch."""
 
     name = "reference"
@@ -55,48 +52,27 @@ class ReferenceExperts(Experts):
     batch_invariant = ("cpu", "cuda")
     trains = ("cpu",)
 
-    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Compute expert by expert, in float32."""
-        return self._compute(received, self.multiplied(), None, finalize=finalize)
+    @property
+    def products(self) -> Products:
+        return Products(
+            by_rows=product_written_out,
+            over_rows=lambda a_nO, b_nI: product_written_out(a_nO.t(), b_nI.t()),
+            inner=lambda a_nD, b_nD: _fold(a_nD * b_nD, -1),
+            column_sums=lambda a_nD: _fold(a_nD.clone(), 0),
+            reproducible=True,
+        )
 
-    def compute_kept(
-        self, received: ReceivedRows, weights: ExpertWeights, *, finalize: bool
-    ) -> tuple[ExpertRows | PlacedRows | UnfinalizedRows, Tensor]:
-        first = FirstProduct(self.spec.dtype)
-        result = self._compute(received, self.multiplied(weights), first, finalize=finalize)
-        assert first.pre_NI is not None
-        return result, first.pre_NI
-
-    @torch.no_grad()
-    def differentiate(
+    def compute_pairs(
         self,
         received: ReceivedRows,
-        kept: Tensor | None,
-        dy_RH: Tensor,
         weights: ExpertWeights,
-        sums: Mapping[str, Tensor],
-    ) -> RowGradients:
-        cast = self.multiplied(weights)
-        if kept is None:
-            first = FirstProduct(self.spec.dtype, only=True)
-            with aside():
-                self._compute(received, cast, first, finalize=False)
-            kept = first.pre_NI
-        assert kept is not None
-        pairs, x_RH = self._pairs(received), self.incoming(received, torch.float32)
-        return differentiate_pairs(self.spec, _PRODUCTS, pairs, x_RH, kept, dy_RH, cast, sums)
-
-    def _pairs(self, received: ReceivedRows) -> SortedPairs:
-        numbers = received.extra.get(TOKEN_NUMBERS)
-        return sort_pairs(local_routes(received), self.spec.num_local_experts, numbers)
-
-    @torch.no_grad()
-    def _compute(
-        self, received: ReceivedRows, weights: ExpertWeights, first: FirstProduct | None, *, finalize: bool
+        *,
+        finalize: bool,
+        first: FirstProduct | None = None,
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """The results; `first` takes the first product."""
+        """Compute expert by expert, in float32."""
         spec = self.spec
-        pairs = self._pairs(received)
+        pairs = self.sorted_pairs(received)
         x_RH = self.incoming(received, torch.float32)
         if first is not None:
             first.pre_NI = x_RH.new_empty(len(pairs.index_N), weights.w13.shape[1], dtype=first.dtype)
@@ -153,19 +129,6 @@ def product_written_out(x_nD: Tensor, w_OD: Tensor) -> Tensor:
             products = some_rows * w.narrow(output_dim, o, min(output_step, outputs - o))
             sums_nO[n : n + row_step, o : o + output_step] = _fold(products, -1 if last else 0)
     return sums_nO
-
-
-def _fold_columns(terms_nD: Tensor) -> Tensor:
-    return _fold(terms_nD.clone(), 0)
-
-
-_PRODUCTS = Products(
-    by_rows=product_written_out,
-    over_rows=lambda a_nO, b_nI: product_written_out(a_nO.t(), b_nI.t()),
-    inner=lambda a_nD, b_nD: _fold(a_nD * b_nD, -1),
-    column_sums=_fold_columns,
-    reproducible=True,
-)
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:

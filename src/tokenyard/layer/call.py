@@ -51,6 +51,8 @@ class Inputs(NamedTuple):
     out: Tensor | None = None  # where the result is written
     add: Tensor | None = None  # what is added to it
     token_numbers: Tensor | None = None  # a number for each token, if the layer declares them
+    # All that is added, in place of `add`, where shared experts have run before the call.
+    terms: tuple[Tensor, ...] | None = None
 
     @property
     def extra(self) -> Mapping[str, Tensor] | None:

@@ -16,8 +16,9 @@ of a model, compiled one by one, would each be compiled anew, and from the ninth
   `cudagraph_unsafe`, is not seen on an operator with an effect; the option `custom_should_partition_ops` is.
 - **`out`.** The operator mutates none of its arguments, so that it can be ordered and differentiated. It gets `out`
   only to check it, and its result is copied into `out` afterwards: one copy more than in an eager call.
-- **Gradients.** There are none, in compiled calls or in eager ones. A call that would be a step of a training raises an
-  error, and so does `backward` through a layer that is in evaluation mode.
+- **Gradients.** Without a training plan there are none, in compiled calls or in eager ones. A call that would be a step
+  of a training raises an error, and so does `backward` through a layer that is in evaluation mode. In a training plan
+  a call with gradients enabled is another operator (`compiled_training`).
 """
 
 from __future__ import annotations
@@ -105,14 +106,8 @@ def call_operator(
     return cast(Tensor, y_TH if out is None else out.copy_(y_TH))
 
 
-def call_trained(layer: Any, inputs: Inputs) -> Tensor:
-    """Call a layer of a training plan outside of the graph: its result is a node of autograd's graph."""
-    from tokenyard.layer import graph_break  # loads the compiler, which takes a second
-
-    return cast(Tensor, graph_break.call_trained(layer._forward, inputs))
-
-
-def _layer(key: Tensor) -> Any:
+def layer_of(key: Tensor) -> Any:
+    """The layer with this key."""
     layer = _layers.get(int(key))
     if layer is None:
         raise HandleError(
@@ -154,7 +149,7 @@ def moe_layer(
     if trains:  # an operator is called without gradients: show the layer what its caller wants
         x_TH = x_TH.detach().requires_grad_()
     with torch.set_grad_enabled(trains):
-        y_TH = _layer(key).forward(
+        y_TH = layer_of(key).forward(
             x_TH,
             routes_or_logits,
             payloads=dict(zip(payload_names, payloads, strict=True)),
@@ -247,7 +242,7 @@ def _no_gradient(layer: str) -> HandleError:
 @torch.library.custom_op("tokenyard::moe_layer_backward", mutates_args=())
 def moe_layer_backward(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) -> Tensor:
     """Raise: there is no gradient. Being an operator, it raises when `backward` runs, not when a compiler traces it."""
-    raise _no_gradient(_layer(key).name)
+    raise _no_gradient(layer_of(key).name)
 
 
 @moe_layer_backward.register_fake

@@ -33,12 +33,12 @@ from tokenyard.layer.building import LocalIds, build_experts, built_for, check_f
 from tokenyard.layer.call import Call, Inputs, SharedExpertsCall, check_rows, route, run_experts
 from tokenyard.layer.compiled import (
     call_operator,
-    call_trained,
     outside_of_the_graph,
     refuse_gradients,
     refuse_training,
     register,
 )
+from tokenyard.layer.compiled_training import call_trained
 from tokenyard.layer.pending import PendingBatch
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.layer_kernels import load_kernels
@@ -124,7 +124,9 @@ class MoELayer(nn.Module):
     @property
     def wiring(self) -> Wiring:
         """The layer's present wiring: it changes when the plan grows, or goes on without a rank."""
-        wiring = self.plan.wiring(self.name)
+        wiring = self._state.wirings.get(self.name)
+        if wiring is None:
+            wiring = self.plan.wiring(self.name)  # raises: the plan was trimmed
         if wiring is not self._wiring:
             check_fits(wiring, self.plan.group.rank, self._built_for)
             self._wiring = wiring
@@ -158,9 +160,9 @@ class MoELayer(nn.Module):
         """
         inputs = Inputs(x_TH, routes_or_logits, payloads, out, add, token_numbers)
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
-            if self._wiring.gradients is not None:
+            if self._wiring.gradients is not None and torch.is_grad_enabled():
                 return call_trained(self, inputs)
-            return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
+            return call_operator(self, x_TH, routes_or_logits, inputs.extra or {}, out, add)
         return self._forward(inputs)
 
     def _forward(self, inputs: Inputs) -> Tensor:
@@ -176,7 +178,7 @@ class MoELayer(nn.Module):
 
     def _call(self, inputs: Inputs) -> Tensor:
         shared = None
-        if self.shared is not None:
+        if self.shared is not None and inputs.terms is None:
             shared = SharedExpertsCall(self.shared, self.plan.group, self.name)
         with shared or NO_CONTEXT, self._begin() as trip:  # an error on one rank reaches all
             call = self._depart(trip, inputs, shared, ahead=shared is not None and not shared.in_thread)
@@ -195,7 +197,7 @@ class MoELayer(nn.Module):
         if self._state.changes is not None:
             self._state.changes.between_calls(self.name)  # experts that have moved are served from here on
         spec = self.wiring.exchange_spec
-        return self.plan.exchange.begin(spec, takes_slots=self.experts.skips_empty_slots)
+        return self._state.exchange.begin(spec, takes_slots=self.experts.skips_empty_slots)
 
     def _depart(
         self,
@@ -206,13 +208,14 @@ class MoELayer(nn.Module):
         ahead: bool = False,
     ) -> Call:
         """Send rows out, and run the shared experts while they travel."""
-        wiring, exchange = self._wiring, self.plan.exchange
+        wiring, exchange = self._wiring, self._state.exchange
         tape = None
         if wiring.gradients is not None:
             inputs, tape = training.begin(self, trip, inputs)
         elif torch.is_grad_enabled():
             refuse_training(self, inputs)
         terms: list[Tensor | Background[Tensor]] = [] if inputs.add is None else [inputs.add]
+        terms = terms if inputs.terms is None else list(inputs.terms)
         audit = Audit(wiring) if wiring.exchange_spec.checksummed else None
         call = Call(wiring, inputs, terms, audit, tape)
         with call.recording():  # a paranoid plan counts every duty

@@ -254,7 +254,7 @@ class _Node(torch.autograd.Function):
         return made.y_TH
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         layer: MoELayer = ctx.layer
         try:
@@ -285,6 +285,11 @@ class _Node(torch.autograd.Function):
         )
 
 
+def run_backward(node: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
+    """Run the backward of a call whose result has this node."""
+    return _Node.backward(node, dy_TH)
+
+
 class _Backward:
     """One backward of a call, inside of its round trip."""
 
@@ -297,7 +302,7 @@ class _Backward:
         self._ids_TK, self._weights_TK = next(tensors), next(tensors).detach()
         self._x_TH = next(tensors).detach() if ctx.keeps_nothing else None
         named = {name: next(tensors).detach() for name in ctx.names}
-        self._weights = ExpertWeights(**named)
+        self._weights = ExpertWeights(**named)  # type: ignore[arg-type]
         self._passes = [one.again(tensors) for one in ctx.passes]
         self._scaled_by = ctx.scaled_by
         wants = dict(zip(ctx.names, ctx.needs_input_grad[4 + ctx.num_terms :], strict=True))

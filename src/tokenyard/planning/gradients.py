@@ -1,8 +1,8 @@
 """The wiring of a backward: how gradients travel, who does each duty, and what a training plan cannot have.
 
-A backward is one more round trip, along the routes of the forward: gradients of results go out to the experts, and those
-of rows come home. The gradients of routing weights, a float32 number of each choice, come home beside them, and are
-placed, never summed.
+A backward is one more round trip, along the routes of the forward: gradients of results go out to the experts, and
+those of rows come home. The gradients of routing weights, a float32 number of each choice, come home beside them, and
+are placed, never summed.
 """
 
 from __future__ import annotations

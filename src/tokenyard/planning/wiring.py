@@ -117,6 +117,10 @@ def wire_layer(
     own = formats.for_dtype(spec.dtype)
     wire, combine_wire = (own if f is None else formats.get(f) for f in (spec.wire, spec.combine_wire))
     expert_rows = None if spec.expert_rows is None else formats.get(spec.expert_rows)
+    if spec.gradient_wire is not None:
+        formats.get(
+            spec.gradient_wire
+        )  # raises if there is none of this name, also in plans that do not train
     if wire.quantized and expert_rows is not None and expert_rows.quantized and expert_rows != wire:
         why = f"the rows arrive as {wire}, and would be quantized a second time"
         return Reason(field="expert_rows", value=expert_rows, why=why)

@@ -93,6 +93,7 @@ class Forwarding:
             spec=self.spec,
             round=batch.round,
             region=batch.region,
+            forward=batch.forward,
             rows=spec.rows(together),
             extra={name: together[name] for name in batch.extra},
             routes=forwarded_routes,

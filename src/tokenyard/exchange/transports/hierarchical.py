@@ -30,7 +30,7 @@ it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,8 +41,17 @@ from torch import Tensor
 
 from tokenyard.errors import PeerFailed, PeerLost, Reason, shown
 from tokenyard.exchange.announcement import Announcement, Announcements, not_due
-from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, numbered, tokens_by_rank
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    BatchRoutes,
+    Failure,
+    choices_by_part,
+    numbered,
+    tokens_by_rank,
+)
 from tokenyard.exchange.results import Results, ResultsAtHome, RowsAtHome, SumWatch
+from tokenyard.exchange.returns import ChoicePlaces
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.transports.forwarding import Forwarding, host_map, inside_spec
@@ -83,7 +92,6 @@ class HierarchicalTransport(Transport[_WayBack]):
     encodes_results = True
     returns_choices = False
     sums_in_hosts = True
-    carries_gradients = ()  # relays sum results, and do not place what comes beside them
     works_ahead = True
 
     @classmethod
@@ -360,6 +368,9 @@ class HierarchicalTransport(Transport[_WayBack]):
         arrival = results.arrival
         if results.rows_RH is not None:
             self._place(arrival, results.rows_RH)
+        if results.beside:
+            assert arrival.received.slots_R is not None
+            self.inside.place_beside(arrival.way_back.inside, arrival.received.slots_R, results.beside)
         results.on_results_written()
         self.inside.mark(arrival.round)
 
@@ -447,18 +458,25 @@ class HierarchicalTransport(Transport[_WayBack]):
             home = watch.results(replace(home, ranks=self.hosts.ranks[self.host]), way_back.heads_NC)
         with self._waiting_in_host():
             home.sum_into(sums_NH, ())
+        beside = {payload.name: home.placed(payload) for payload in spec.returns}
         own, start = None, 0
         for source, count in counts.items():
             part_NH = sums_NH[start : start + count]
             if source == self.group.rank:
                 tokens_N = way_back.tokens_by_host[self.host]
-                own = spec.combine_wire.encode(part_NH.index_select(0, tokens_N))
-                own = own if watch is None else watch.sealed(own, tokens_N)
+                own = _beside(
+                    spec.combine_wire.encode(part_NH.index_select(0, tokens_N)),
+                    {name: numbers[start : start + count][tokens_N] for name, numbers in beside.items()},
+                )
+                own = own if watch is None else watch.with_checksums(own, tokens_N)
             elif count:
-                sums = spec.combine_wire.encode(part_NH)
+                sums = _beside(
+                    spec.combine_wire.encode(part_NH),
+                    {name: numbers[start : start + count] for name, numbers in beside.items()},
+                )
                 if watch is not None:
                     assert way_back.heads_NC is not None
-                    sums = watch.sealed(sums, way_back.heads_NC[start : start + count, TOKEN])
+                    sums = watch.with_checksums(sums, way_back.heads_NC[start : start + count, TOKEN])
                 spec.combine_layout.write(packets_by_rank[source], sums.payloads)
             start += count
         assert own is not None  # every rank is its own relay
@@ -482,6 +500,18 @@ class HierarchicalTransport(Transport[_WayBack]):
             rows_by_rank=sums_by_host,
             tokens_by_rank=arrival.way_back.tokens_by_host,
             ranks=tuple(self.hosts.relay(self.group.rank, host) for host in range(len(sums_by_host))),
+            places=self._places(arrival) if spec.returns else None,
+        )
+
+    def _places(self, arrival: Arrival[_WayBack]) -> ChoicePlaces:
+        """Where the numbers belong that come from each host beside its sums."""
+        host_TK = self._host_of_rank[arrival.routes.resolved[0]]
+        return ChoicePlaces(
+            names=tuple(payload.name for payload in arrival.spec.returns),
+            num_tokens=arrival.routes.num_tokens,
+            top_k=arrival.spec.top_k,
+            choices_by_part=choices_by_part(host_TK, len(self.hosts.ranks)),
+            tokens_by_part=arrival.way_back.tokens_by_host,
         )
 
     def bytes_returned(self, arrival: Arrival[_WayBack]) -> list[int]:
@@ -507,6 +537,11 @@ class HierarchicalTransport(Transport[_WayBack]):
             self.inside.mark(failure.arrival.round)
         with self._waiting_in_group():
             self.mailbox.announce(failure.announcements).wait()
+
+
+def _beside(rows: EncodedRows, beside: Mapping[str, Tensor]) -> EncodedRows:
+    """Sums, with the payloads that come home beside them."""
+    return replace(rows, payloads={**rows.payloads, **beside}) if beside else rows
 
 
 class DeviceHierarchicalTransport(HierarchicalTransport):

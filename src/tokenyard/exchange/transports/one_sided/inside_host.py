@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
+
+from torch import Tensor
 
 from tokenyard.exchange.batch import Arrival, Batch
 from tokenyard.exchange.results import ResultsAtHome
@@ -33,6 +35,9 @@ class InsideHost(Protocol):
 
     def all_marked(self, round: int, seconds: float) -> bool:
         """Wait until all ranks of the host have marked a round; False if they have not after so many seconds."""
+
+    def place_beside(self, arrival: Arrival, slots_R: Tensor, beside: Mapping[str, Tensor]) -> None:
+        """Write what comes home beside results into these slots of this rank's combine region."""
 
     def at_home(self, arrival: Arrival) -> ResultsAtHome:
         """The results of this rank's tokens; all ranks have marked the round, or the sum itself waits for them."""

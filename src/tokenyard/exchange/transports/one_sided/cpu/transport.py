@@ -20,7 +20,7 @@ A rank that fails announces that in place of rows; all ranks raise, and the next
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +91,6 @@ class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
     bounds_rows = True
-    carries_gradients = ("cpu",)
     looks_up_ids = False  # rows go where their choices say, if these are given (`BatchRoutes.choices`)
 
     @classmethod
@@ -199,7 +198,7 @@ class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
 
     def results_at(self, spec: ExchangeSpec, region: int, slots_R: Tensor | None) -> CombineBuffer | None:
         """The buffer into which experts may write results, to save a copy; None if these are encoded, or per choice."""
-        if spec.combine_wire.quantized or spec.sums_choices or spec.returns:
+        if spec.combine_wire.quantized or spec.sums_choices:
             return None
         slots = self.workspace.combine(self.group.rank, spec, region)
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
@@ -230,6 +229,13 @@ class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
             for name, tensor in encoded.payloads.items():
                 slots[name][first : first + count] = tensor[start : start + count]
             start += count
+
+    @torch.no_grad()
+    def place_beside(self, arrival: Arrival, slots_R: Tensor, beside: Mapping[str, Tensor]) -> None:
+        """Write what comes home beside results into these slots of this rank's combine region."""
+        slots = self.workspace.combine(self.group.rank, arrival.spec, arrival.region)
+        for name, numbers in beside.items():
+            slots[name][slots_R] = numbers
 
     def at_home(self, arrival: Arrival[Sequence[int]]) -> ResultsAtHome:
         """The results of this rank's tokens, as views of the workspaces in which they stand."""
