@@ -91,9 +91,10 @@ bench: .venv/dev
 	@$(PIP) --editable . --editable ./lab
 	@touch $@
 
-.venv/dev: .venv/lab
+.venv/dev: .venv/lab requirements-torchtitan.txt
 	@echo "Installing pytest, linters and the libraries to compare with into .venv (a few minutes, once)"
 	@$(PIP) --editable '.[dev]' --editable './lab[plot]'
+	@$(PIP) --no-deps --requirement requirements-torchtitan.txt
 	@touch $@
 
 .venv/fuzz: .venv/base

@@ -8,8 +8,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from lab.training.problems import held_out
-from lab.training.vocabulary import tokenizer_config, tokenizer_json
 from tokenyard.exchange import EXCHANGES, Pending, ResultsAtHome, TwoSidedTransport
 from tokenyard_lab.evaluation.cells import PROBES
 from tokenyard_lab.evaluation.decoding import answer, pad_left
@@ -18,6 +16,8 @@ from tokenyard_lab.evaluation.questions import Question, held_out_questions, is_
 from tokenyard_lab.evaluation.ranks import StartedRanks
 from tokenyard_lab.evaluation.table import Evaluation
 from tokenyard_lab.shipped import shipped_model
+from tokenyard_lab.training.problems import held_out
+from tokenyard_lab.training.vocabulary import tokenizer_config, tokenizer_json
 
 CPU = torch.device("cpu")
 QUESTIONS = held_out_questions(40)
