@@ -86,7 +86,8 @@ def _share_table() -> str:
 
 
 def _stages(peer: str, records: Iterable[Record]) -> str:
-    lines = []
+    """A table for each shape."""
+    lines: dict[str, list[tuple[str, ...]]] = {}
     for record in records:
         name, weights, size = (record.parameters[key] for key in ("case", "weights", "size"))
         case = CASES[name]
@@ -94,33 +95,25 @@ def _stages(peer: str, records: Iterable[Record]) -> str:
         shape = f"H {case.hidden_size}, I {case.intermediate_size}, {experts} experts, K {case.top_k}"
         model = f"{MODELS[name]}: " if name in MODELS else ""
         best = "" if record.best_peer is None else _short(record.best_peer)
-        what = f"`{weights}`, {model}{shape}, {size:,} {case.counts}"
-        lines.append((what, _short(_median(record.ours)), best, _short(_median(record.floor))))
-    return markdown_table(("µs", "ours", peer, "floor"), lines)
+        what = f"`{weights}`, {size:,} {case.counts}"
+        line = (what, _short(_median(record.ours)), best, _short(_median(record.floor)))
+        lines.setdefault(f"{model}{shape}", []).append(line)
+    tables = [markdown_table((f"{shape}, µs", "ours", peer, "floor"), rows) for shape, rows in lines.items()]
+    return "\n\n".join(tables)
 
 
 def _cpu_table() -> str:
     """What is measured on a CPU."""
-    encode, experts, dispatch, model = (
-        measured(f"{name}-cpu") for name in ("encode", "experts", "dispatch", "transformers")
-    )
-    lines = []
-    for record in encode.results:
-        hidden, format = encode.setup["hidden_size"], record.parameters["format"]
-        what = f"encode rows of {hidden}, one thread, MB/s of bf16: `{format}`"
-        lines.append((what, f"{_median(record.ours):.0f}", "", f"{_median(record.floor):,.0f} (a copy)"))
+    encode, experts, model = (measured(f"{name}-cpu") for name in ("encode", "experts", "transformers"))
+    hidden, encoded = encode.setup["hidden_size"], encode.results
+    formats = " / ".join(f"`{record.parameters['format']}`" for record in encoded)
+    speeds = " / ".join(f"{_median(record.ours):.0f}" for record in encoded)
+    (floor,) = {f"{_median(record.floor):,.0f} (a copy)" for record in encoded}
+    lines = [(f"encode rows of {hidden}, one thread, MB/s of bf16: {formats}", speeds, "", floor)]
     (record,) = experts.results
     peer = f"Transformers `grouped_mm`: {record.best_peer:.0f} ms"
     what = "grouped experts, 512 tokens, H 2048, I 1024, E 64, K 8"
     lines.append((what, f"{_median(record.ours):.0f} ms", peer, f"{_median(record.floor):.0f} ms (products)"))
-    for record in dispatch.results:
-        ranks, hidden, top_k = (dispatch.setup[key] for key in ("ranks", "hidden_size", "top_k"))
-        exchange, tokens, wire = (record.parameters[key] for key in ("exchange", "tokens", "wire"))
-        what = f"`{exchange}` there and back, {ranks} processes, {tokens} tokens each, H {hidden}, K {top_k}, `{wire}`"
-        peer = f"bare gloo, nothing packed or summed: {record.best_peer:.1f} ms"
-        lines.append(
-            (what, f"{_median(record.ours):.1f} ms", peer, f"{_median(record.floor):.1f} ms (a copy)")
-        )
     for record in model.results:
         layers, ranks = (model.setup[key] for key in ("num_layers", "ranks"))
         what = f"a Qwen3-MoE of {layers} layers over {ranks} processes, {record.parameters['phase']}"
@@ -132,7 +125,31 @@ def _cpu_table() -> str:
             floor = "" if record.floor is None else f"{_median(record.floor):.2f} ms (its experts)"
             what = f"one CPU rank: {record.parameters['call']}"
             lines.append((what, f"{_median(record.ours):.2f} ms", peer, floor))
-    return markdown_table(("", "ours", "peer", "floor"), lines)
+    return markdown_table(("", "ours", "peer", "floor"), lines) + "\n\n" + _round_trips()
+
+
+def _round_trips() -> str:
+    """There and back on a CPU: a line for each exchange, the peer and the floor, and a column for each wire."""
+    document = measured("dispatch-cpu")
+    times: dict[str, dict[str, str]] = {}
+    for record in document.results:
+        exchange, wire = (record.parameters[key] for key in ("exchange", "wire"))
+        assert record.best_peer is not None
+        for what, taken in (
+            (f"`{exchange}`", _median(record.ours)),
+            ("bare gloo, nothing packed or summed", record.best_peer),
+            ("floor (a copy)", _median(record.floor)),
+        ):
+            shown = f"{taken:.1f}"
+            assert times.setdefault(what, {}).setdefault(wire, shown) == shown or what.startswith("`")
+    ranks, hidden, top_k = (document.setup[key] for key in ("ranks", "hidden_size", "top_k"))
+    (tokens,) = {record.parameters["tokens"] for record in document.results}
+    head = f"there and back, {ranks} processes, {tokens} tokens each, H {hidden}, K {top_k}, ms"
+    wires = list(dict.fromkeys(record.parameters["wire"] for record in document.results))
+    last = [what for what in times if not what.startswith("`")]
+    order = [what for what in times if what.startswith("`")] + last
+    rows = [(what, *(times[what][wire] for wire in wires)) for what in order]
+    return markdown_table((head, *(f"`{wire}`" for wire in wires)), rows)
 
 
 FIGURES: dict[str, Callable[[], str]] = {

@@ -16,16 +16,14 @@ _INTRODUCTION = """\
 # Known bugs, and what catches them
 
 {count} bugs of expert-parallel layers. Some have a report, with a number ([five of them](reports.md) in detail);
-the others are mistakes that are easy to make. With each of them a plain layer on two ranks runs as if nothing were
-wrong.
+the others are easy to make. With each of them a plain layer on two ranks runs as if nothing were wrong.
 
 Each bug is put into tokenyard's own code as a *mutant*, a patch of a function that every layer runs through
-(`tests/known_bugs/kinds` has the patches). A mutant must first be **alive**: a bf16 layer runs with it on two
-ranks, through `two_sided` and `one_sided`, without an error, and returns finite numbers. Then one named check must
-**kill** it: an error that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your
-own, too. Without the mutant the same check finds nothing. `tokenyard check` finds all of them by name, except one
-that needs a GPU, and those in what trainers compute beside the layer, which tests find. A mutant that survives is a
-failing test.
+(`tests/known_bugs/kinds`). A mutant must first be **alive**: a bf16 layer runs with it on two ranks, through
+`two_sided` and `one_sided`, without an error, and returns finite numbers. Then one named check must **kill** it: an
+error that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your own, too. Without
+the mutant the same check finds nothing. `tokenyard check` finds all of them by name, except one that needs a GPU, and
+those in what trainers compute beside the layer, which tests find. A mutant that survives is a failing test.
 
 `python -m tests.known_bugs.page` writes this page.
 """
@@ -49,15 +47,21 @@ def frame(sections):
 
 def section(bug, finding):
     """What the page says of one bug."""
-    said = re.sub(r"; (expected|fix:) .*", "", str(finding), flags=re.DOTALL)  # only what was found
     seen = f" Seen in {bug.seen}." if bug.seen else ""
     return f"""\
 ### {bug.name}
 
 {bug.story}{seen}
 
-Caught by {bug.caught_by}: “{said}”
+Caught by {bug.caught_by}: “{quoted(bug, str(finding))}”
 """
+
+
+def quoted(bug, finding):
+    """Only what was found: without what was expected, the drawn layer, and names that every error has."""
+    found = re.sub(r"(;| for H \d+,) .*", "", finding, flags=re.DOTALL)
+    found = re.sub(r"layer '\w+', rank \d+: ", "", re.sub(r"^rank \d+: ", "", found))
+    return found.removeprefix(f"{bug.caught_by.name}: ")
 
 
 def comparable(text):

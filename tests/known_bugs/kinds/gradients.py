@@ -144,16 +144,16 @@ def balance_on_ranks(group, padding=0):
 
 KIND = BugKind(
     name="Gradients",
-    about="A loss that falls says little about its gradients: AdamW does not even see a factor. Most of these were "
-    "found by somebody who compared two runs that should have been one.",
+    about="A loss that falls says little about its gradients: AdamW ignores a factor. Most of these bugs were found "
+    "by comparing two runs that should have been equal.",
     bugs=(
         KnownBug(
             name="Expert gradients multiplied by the size of a group",
             seen="PyTorch #160285, and Megatron-LM #7160 and #7165",
-            story="Gradients of experts are sums over the tokens of all ranks that send them some. Whoever takes them "
-            "for the gradients of one rank's tokens divides by the wrong number: those of the report were twice as "
-            "large as the others, with FSDP over half of the ranks. Here gradients are those of the sum of all ranks' "
-            "losses, nothing is divided, and `plan.gradient_divisor` is the one number for FSDP.",
+            story="Gradients of experts are sums over the tokens of all ranks. Who takes them for those of one "
+            "rank's tokens divides by the wrong number: in the report they were twice as large as the others, with "
+            "FSDP over half of the ranks. Here gradients are those of the sum of all ranks' losses, nothing is "
+            "divided, and `plan.gradient_divisor` is the number for FSDP.",
             mutate=divides_by_the_ranks,
             caught_by=_check("gradients_within_the_bound"),
             says="the gradients of w13 of a layer",
@@ -162,9 +162,8 @@ KIND = BugKind(
         KnownBug(
             name="A partial sum taken for the whole",
             seen="torchtitan #1878, #2416 and #4054, Transformers #48205, and Automodel #1260",
-            story="The gradient of a row is a sum over the ranks of its experts, as its result was. Forwards have "
-            "that reduction, and in backwards it was forgotten, time and again. Here both directions are one kind of "
-            "round trip, which ends with the sum.",
+            story="The gradient of a row is a sum over the ranks of its experts, as its result was. Backwards often "
+            "omit this sum. Here forward and backward are one kind of round trip, which ends with the sum.",
             mutate=first_ranks_gradients_only,
             caught_by=_check("gradients_within_the_bound"),
             says="the gradients of rows of a layer",
@@ -174,8 +173,8 @@ KIND = BugKind(
             name="The router's gradient is lost",
             seen="Automodel #2995, and Transformers #48687",
             story="Routing weights travel to the experts, and their gradients must come back. A gather that is not "
-            "differentiated leaves the router without any: the loss is right, it falls, and the router stays what it "
-            "was. Here the gradient of each weight is a duty with one party, which paranoid plans count.",
+            "differentiated gives the router none: the loss is right and falls, and the router never learns. Here "
+            "the gradient of each weight is a duty with one party, which paranoid plans count.",
             mutate=router_gradient_detached,
             caught_by=_check("gradients_within_the_bound"),
             says="the gradients of weights of a layer",
@@ -184,9 +183,8 @@ KIND = BugKind(
         KnownBug(
             name="No gradient on a rank whose experts are idle",
             seen="Automodel #2995, and PyTorch #172439 and #193633 (rows past the last offset)",
-            story="The experts of a rank may get no token in a step. Its gradients are then None, or what was in "
-            "memory, and an optimizer or a reduction over ranks that waits for them stands still, or reads garbage. "
-            "They are zeros.",
+            story="The experts of a rank may get no token in a step. Its gradients are then None, or old memory; an "
+            "optimizer or a reduction over ranks waits for them forever, or reads garbage. Here they are zeros.",
             mutate=nothing_for_idle_ranks,
             caught_by=_check("no_gradient_is_missing"),
             says="are None; expected numbers",
@@ -195,8 +193,8 @@ KIND = BugKind(
         KnownBug(
             name="NaN of a weight for nobody",
             seen="Transformers #48205, and TransformerEngine #3116",
-            story="A choice of nobody has a weight that means nothing. Multiplying it by zero is no way to leave it "
-            "out: a NaN stays NaN, and goes from one padding token into the router, and from there everywhere.",
+            story="A choice of nobody has a weight that means nothing. Multiplying it by zero does not leave it out: "
+            "NaN stays NaN, and gets from one padding token into the router and all other gradients.",
             mutate=multiplies_nobody_by_zero,
             caught_by=_check("no_gradient_is_missing"),
             says="with tokens for nobody are not finite",
@@ -204,9 +202,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Gradients quantized as rows are",
-            story="Rows travel in few bits, and gradients take the same way back. Nobody asked for theirs to be "
-            "rounded: they have another range, and errors in them add up over steps. Here they travel in the layer's "
-            "dtype, unless `gradient_wire` names a format.",
+            story="Rows travel in few bits, and gradients take the same way back. They are rounded, too, though they "
+            "have another range, and errors add up over steps. Here they travel in the layer's dtype, unless "
+            "`gradient_wire` names a format.",
             mutate=quantizes_gradients,
             caught_by=_check("gradients_within_the_bound"),
             says="beyond the bound",
@@ -216,8 +214,8 @@ KIND = BugKind(
             name="A recomputed forward that routes otherwise",
             seen="Automodel #3325, and torchtitan #1593",
             story="Activation checkpointing computes a forward again. If the router then decides otherwise (dropout, "
-            "noise, a changed bias), rows of other tokens stand where those of the first forward stood. Where shapes "
-            "agree, torch does not notice. A checksum of the first forward's routes does.",
+            "noise, a changed bias), rows of other tokens replace those of the first forward. If shapes agree, torch "
+            "does not notice. A checksum of the first forward's routes does.",
             mutate=compares_no_routes,
             caught_by=_check("recomputed_routes_are_compared"),
             says="that routes otherwise on rank 0",
@@ -226,8 +224,8 @@ KIND = BugKind(
         KnownBug(
             name="Recomputed tokens counted twice",
             seen="torchtitan #3686",
-            story="Counts of choices steer balancing. A forward that is computed again counts its tokens again, in "
-            "those layers that are checkpointed and in no others; a mend that halves all counts is wrong for the rest.",
+            story="Counts of choices steer balancing. A recomputed forward counts its tokens again, only in layers "
+            "that are checkpointed; halving all counts is wrong for the others.",
             mutate=counts_recomputations,
             caught_by=_check("load_counts_first_forwards"),
             says="`plan.load()` after two steps is",
@@ -235,9 +233,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Two backwards in another order",
-            story="Two micro batches are under way, and one rank goes back through the second one first. Layer, phase "
-            "and number of the round agree on all ranks; gradients of one batch meet rows of the other. Here a "
-            "backward announces the round of its forward.",
+            story="Two micro-batches are in flight, and one rank goes back through the second one first. Layer, "
+            "phase and round agree on all ranks; gradients of one batch meet rows of the other. Here a backward "
+            "announces the round of its forward.",
             mutate=forgets_which_forward,
             caught_by=_check("backwards_in_another_order"),
             says="two backwards in another order on rank 0: no error",
@@ -255,9 +253,8 @@ KIND = BugKind(
         KnownBug(
             name="A gradient norm that omits experts",
             seen="Megatron-LM #5916, and Transformers #46126",
-            story="A rank computes the norm of what it holds, and adds up over the data-parallel ranks, or over none. "
-            "Experts of other ranks are left out. Each rank clips by another factor, and the replicated parameters "
-            "drift apart.",
+            story="A rank sums the norm over the data-parallel ranks, or over none, and leaves out experts of other "
+            "ranks. Each rank clips by another factor, and the replicated parameters drift apart.",
             mutate=norm_of_this_ranks_experts,
             caught_by=TrainerCheck(name="the norm on 3 ranks is that on 1", run=norms_on_ranks),
             says="on 3 ranks",
@@ -265,8 +262,8 @@ KIND = BugKind(
         KnownBug(
             name="A balance loss that is a mean of means",
             seen="Megatron-LM #5047 and #5798, and Automodel #1408",
-            story="The loss is a product of two means over the batch. The mean of each rank's product is another "
-            "number, which depends on how tokens were dealt out, and on the number of ranks. Denominators must be "
+            story="The loss is a product of two means over the batch. The mean of the ranks' products is another "
+            "number: it depends on how tokens were dealt out, and on the number of ranks. Denominators must be "
             "counts of the whole batch.",
             mutate=balance_loss_of_each_rank_alone,
             caught_by=TrainerCheck(name="the balance loss on 3 ranks is that on 1", run=balance_on_ranks),
@@ -275,8 +272,8 @@ KIND = BugKind(
         KnownBug(
             name="Padding counted in the balance loss",
             seen="Megatron-LM #2142, #4777 and #6114, and torchtitan #4594",
-            story="Batches are padded, and padding is routed by the same router. Counted as tokens, it makes the loss "
-            "smaller, and pulls experts to where the padding goes. Here padding has ids of -1, and counts nowhere.",
+            story="Padding is routed by the same router. Counted as tokens, it makes the loss smaller, and pulls "
+            "experts to where the padding goes. Here padding has ids of -1, and counts nowhere.",
             mutate=padding_counts_as_tokens,
             caught_by=TrainerCheck(
                 name="the balance loss with padding is that without",

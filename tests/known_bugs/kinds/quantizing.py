@@ -94,9 +94,8 @@ KIND = BugKind(
         KnownBug(
             name="Quantized twice",
             seen="vLLM #40960",
-            story="A kernel quantized its input, and a property said so. When the sender began to quantize, "
-            "that property had to be inverted in every class. A class that was missed quantizes a second "
-            "time, without an error.",
+            story="A kernel quantized its input, and a property said so. When the sender began to quantize, every "
+            "class had to invert the property. A class that was missed quantizes twice, without an error.",
             mutate=quantized_twice,
             caught_by=ExpertsCheck(name="rows_are_quantized_once"),
             says="rows that arrive in nvfp4(global_scale=8.0)",
@@ -104,9 +103,8 @@ KIND = BugKind(
         KnownBug(
             name="Not quantized at all",
             seen="vLLM #40960",
-            story="The sender leaves quantizing to the experts, and they leave it to the sender. Rows travel in "
-            "bf16 in slots of another format, and a kernel reads the two bytes of a number as two "
-            "numbers.",
+            story="Sender and experts leave quantizing to each other. Rows travel in bf16 in slots of another "
+            "format, and a kernel reads the two bytes of a number as two numbers.",
             mutate=never_quantized,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -118,9 +116,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Scales swizzled before the wire",
-            story="Block-scaled kernels read scales in tiles of 128 × 4, in which the scales of neighboring "
-            "rows are mixed. A row that is sent to one rank would take its neighbors' scales along. Only "
-            "linear scales can travel; the receiver swizzles.",
+            story="Block-scaled kernels read scales in tiles of 128 × 4, which mix the scales of neighboring rows. A "
+            "row that is sent to one rank would take its neighbors' scales along. Only linear scales can travel; the "
+            "receiver swizzles.",
             mutate=swizzled_before_the_wire,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -132,9 +130,8 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Swizzled twice",
-            story="The engine of the reports swizzles nvfp4 scales again after the exchange. Swizzled scales "
-            "are bytes of the same number, so this cannot be seen from the tensor. Here the rows carry "
-            "their layout, and refuse the second time.",
+            story="The engine of the reports swizzles nvfp4 scales again after the exchange. The tensor does not "
+            "show it: it has the same size. Here rows carry their layout, and refuse the second time.",
             mutate=swizzled_twice,
             in_check=FormatCheck(name="scale_layouts_as_declared", format="nvfp4"),
             caught_by=AlwaysOn(
@@ -147,9 +144,8 @@ KIND = BugKind(
         KnownBug(
             name="The padded width leaks into the output",
             seen="vLLM #40960",
-            story="Kernels for mxfp8 wanted widths that are multiples of 256, so 2880 traveled as 3072, and the "
-            "output was allocated as wide as the input. The fix kept the true width in a second field, "
-            "`hidden_dim_unpadded`.",
+            story="Kernels for mxfp8 wanted widths in multiples of 256: 2880 traveled as 3072, and the output got "
+            "the width of the input. The fix kept the true width in a second field, `hidden_dim_unpadded`.",
             mutate=padded_width_leaks,
             in_check=ExpertsCheck(name="one_type_returned"),
             caught_by=AlwaysOn(
@@ -162,10 +158,9 @@ KIND = BugKind(
         KnownBug(
             name="The inner format in blocks of 64",
             seen="DeepGEMM #360",
-            story="Between the two products of an expert, numbers are quantized with a scale for each 128 of them: "
-            "the format says so, and a model was evaluated with it. A fused kernel that has half a block at hand takes "
-            "the largest of 64. Its result is even nearer to the exact one, so that no bound notices; it is not the "
-            "declared one.",
+            story="The format between an expert's two products has a scale for 128 numbers, and a model was "
+            "evaluated with it. A fused kernel that has half a block at hand takes the largest of 64. That is nearer "
+            "to the exact result, so no bound notices; it is not the declared result.",
             mutate=inner_format_in_blocks_of_64,
             caught_by=ExpertsCheck(name="inner_format_as_declared"),
             says="tiny numbers in a block with large ones come to",

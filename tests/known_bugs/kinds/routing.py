@@ -75,8 +75,7 @@ KIND = BugKind(
             name="Nobody's rows sent to rank 0",
             seen="FlashInfer's one-sided kernels, which do not check for it",
             story="Padding tokens have an id of -1. A kernel that divides it by the experts of a rank, rounding "
-            "toward zero, gets rank 0. Every padding token is then sent there: rank 0 is always slow, and "
-            "computes on garbage.",
+            "toward zero, gets rank 0. Rank 0 gets every padding token, is always slow, and computes on garbage.",
             mutate=nobody_sent_to_rank_zero,
             caught_by=ExchangeCheck(name="nobody_is_not_sent"),
             says="14 rows arrived, and row 0 is token 0 of rank 0; expected 4 rows",
@@ -92,16 +91,16 @@ KIND = BugKind(
         KnownBug(
             name="More tokens than the maximum",
             seen="FlashInfer's one-sided kernels, which do not check for it",
-            story="The slots of rank 1 follow those of rank 0. A batch that is larger than planned continues in "
-            "the slots of the next rank, whose tokens then come home wrong.",
+            story="The slots of rank 1 follow those of rank 0. A batch larger than planned continues in the slots of "
+            "the next rank, whose tokens then come home wrong.",
             mutate=more_tokens_than_the_maximum,
             caught_by=ExchangeCheck(name="over_capacity", exchange="two_sided"),
             says="rank 3 announces 5 tokens",
         ),
         KnownBug(
             name="Ids cast to the wrong width",
-            story="Ids are cast to 8 bits to save bytes, which is enough for 64 experts. The 129th expert of a "
-            "rank then has an id of -128, which means no expert, and its tokens are dropped.",
+            story="Ids are cast to 8 bits, which is enough for 64 experts. The 129th expert of a rank then has id "
+            "-128, which means no expert, and its tokens are dropped.",
             mutate=ids_cast_to_a_byte,
             caught_by=ExchangeCheck(name="many_experts"),
             says="-1 where an expert lives elsewhere",
@@ -118,8 +117,7 @@ KIND = BugKind(
         KnownBug(
             name="Input changed in place",
             story="The weight beside an id of -1 may be NaN. Setting it to zero in place changes the caller's "
-            "tensor, which a log of router weights, an auxiliary loss, or the next micro-batch reads "
-            "again.",
+            "tensor, which a log, an auxiliary loss, or the next micro-batch reads again.",
             mutate=input_changed_in_place,
             caught_by=ExchangeCheck(name="input_untouched"),
             says="topk_weights_TK was changed; expected nothing of the caller's to be changed",

@@ -110,17 +110,17 @@ KIND = BugKind(
     bugs=(
         KnownBug(
             name="Weights applied twice",
-            story="Some kernels apply the routing weight to the row, some to the result, and some leave it to "
-            "the sum. If two of them do it, 0.5 counts as 0.25. Tokens with one strong expert hardly "
-            "change, so a short test does not see it.",
+            story="Some kernels apply the routing weight to the row, some to the result, and some leave it to the "
+            "sum. If two of them do it, 0.5 counts as 0.25. Tokens with one strong expert hardly change, so a short "
+            "test misses it.",
             mutate=weights_applied_twice,
             caught_by=ExpertsCheck(name="within_the_bound"),
             says="beyond the bound for H",
         ),
         KnownBug(
             name="Weights never applied",
-            story="Each part leaves the routing weight to another. The result is too large by a factor that "
-            "differs from token to token; a normalization after the layer hides most of it.",
+            story="Each part leaves the routing weight to another. The result is too large, by another factor for "
+            "each token; a normalization after the layer hides most of it.",
             mutate=weights_never_applied,
             caught_by=ExpertsCheck(name="within_the_bound"),
             says="beyond the bound for H",
@@ -155,8 +155,8 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Routed scaling applied twice",
-            story="Models of the DeepSeek family multiply routing weights by 2.5. Router and layer read the "
-            "same config, and both do it. Most models, and all smoke tests, have a factor of 1.",
+            story="DeepSeek models multiply routing weights by 2.5. Router and layer read the same config, and both "
+            "do it. Most models, and all smoke tests, have a factor of 1.",
             mutate=routed_scaling_twice,
             caught_by=ExchangeCheck(name="routed_scaling_once", exchange="two_sided"),
             says="a layer whose router scales its weights gave other bits than the twin",
@@ -164,9 +164,9 @@ KIND = BugKind(
         KnownBug(
             name="A kernel that returns a tuple",
             seen="vLLM #39315",
-            story="A library added an argument, `do_finalize`, to its MoE kernels. Engines that did not pass it "
-            "got a list instead of a tensor, and called `.to` on it. The backend for 4-bit integers was "
-            "broken from then on; an environment variable chose it, and no test set that.",
+            story="A library added an argument, `do_finalize`, to its MoE kernels. Engines that did not pass it got "
+            "a list, and called `.to` on it. The backend for 4-bit integers was broken from then on; an environment "
+            "variable chose it, and no test set that.",
             mutate=kernel_returns_a_tuple,
             in_check=ExpertsCheck(name="finalizing_agrees"),
             caught_by=AlwaysOn(
@@ -179,8 +179,8 @@ KIND = BugKind(
         KnownBug(
             name="NaN in an unused slot reaches a sum",
             seen="vLLM #40960",
-            story="Some slots hold no row of this batch, only old memory. Giving them a weight of zero instead "
-            "of leaving them out is wrong if that memory is NaN, because zero times NaN is NaN.",
+            story="Some slots hold no row of this batch, only old memory. A weight of zero does not leave them out: "
+            "zero times NaN is NaN.",
             mutate=nan_in_an_unused_slot,
             caught_by=ExpertsCheck(name="rows_for_nobody_are_zero"),
             says="row 3, for no expert, is [nan, nan, nan, nan]; expected zeros",

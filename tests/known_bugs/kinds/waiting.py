@@ -64,9 +64,9 @@ KIND = BugKind(
         KnownBug(
             name="A barrier over the world",
             seen="vLLM #42976",
-            story="Growing a workspace ended with a barrier over all ranks. Pipeline stages have different "
-            "layers and grow a different number of times, so one stage waited forever. The fix limits the "
-            "barrier to the expert group.",
+            story="Growing a workspace ended with a barrier over all ranks. Pipeline stages have different layers "
+            "and grow at different times, so one stage waited forever. The fix limits the barrier to the expert "
+            "group.",
             mutate=barrier_over_the_world,
             caught_by=ExchangeCheck(name="groups_side_by_side"),
             says="rank 2 waits for all",
@@ -74,9 +74,9 @@ KIND = BugKind(
         KnownBug(
             name="Stale rows of the last round",
             seen="vLLM #40960",
-            story="After a batch of forty rows comes one of ten. The other thirty slots still hold rows with "
-            "valid ids and weights, and a kernel that takes all slots computes them again. The fix wrote "
-            "-1 into every slot without a row.",
+            story="After a batch of forty rows comes one of ten. Thirty slots still hold old rows with valid ids and "
+            "weights, and a kernel that takes all slots computes them again. The fix wrote -1 into every slot "
+            "without a row.",
             mutate=stale_rows_read_as_rows,
             in_check=ExchangeCheck(name="smaller_batches"),
             caught_by=AlwaysOn(
@@ -88,9 +88,8 @@ KIND = BugKind(
         ),
         KnownBug(
             name="A late rank's flag of the last round",
-            story="A flag must be reset before the next round, or contain its round. If it does neither, the "
-            "flag of a late rank looks set, and the others read its rows of the round before. This "
-            "happens only if a rank is late.",
+            story="A flag must be reset before the next round, or contain its round. Otherwise the flag of a late "
+            "rank looks set, and the others read its rows of the round before. Only a late rank shows it.",
             mutate=flag_of_the_last_round,
             caught_by=ExchangeCheck(name="late_ranks"),
             says="Drifted: layer 'moe', rank 0: the ranks are in different places",
@@ -99,9 +98,9 @@ KIND = BugKind(
             name="A hang under skewed routing",
             seen="FlashInfer #4637",
             story="With even routes every rank sends something to every other, and a signal may come with the rows. "
-            "Then all tokens of a batch choose experts of one rank: the others get no rows, hence no signal, and wait. "
-            "A fused kernel was reported to hang whenever routing is skewed so. Here every wait has an end, and the "
-            "suites route everything to one rank.",
+            "Then all tokens choose experts of one rank: the others get no rows, no signal, and wait. A fused kernel "
+            "was reported to hang on every skewed routing. Here every wait has an end, and the suites route "
+            "everything to one rank.",
             mutate=idle_ranks_are_not_told,
             caught_by=ExchangeCheck(name="all_tokens_to_one_rank", deadline=2.0),
             says="did not arrive in dispatch",

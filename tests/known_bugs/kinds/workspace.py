@@ -128,9 +128,8 @@ KIND = BugKind(
         KnownBug(
             name="Sized for one format",
             seen="vLLM #39717",
-            story="The workspace of a one-sided backend was sized for nvfp4 rows. With bf16 the rows were "
-            "longer than their slots: nothing raised, and the model answered nonsense. The fix was an "
-            "`if` that refuses all other formats.",
+            story="The workspace of a one-sided backend was sized for nvfp4 rows. Rows in bf16 were longer than "
+            "their slots: no error, wrong answers. The fix was an `if` that refuses all other formats.",
             mutate=sized_for_one_format,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -143,8 +142,8 @@ KIND = BugKind(
         KnownBug(
             name="Sized for the first layer only",
             seen="vLLM #42976",
-            story="The workspace was sized for the layer that came first, and all others shared it. In a model "
-            "with a 4-bit body and a bf16 prediction head, the rows of the head overflowed.",
+            story="All layers shared a workspace that was sized for the first one. In a model with a 4-bit body and "
+            "a bf16 prediction head, the rows of the head overflowed.",
             mutate=sized_for_the_first_layer,
             in_check=ExchangeCheck(name="heterogeneous_layers"),
             caught_by=AlwaysOn(
@@ -156,9 +155,8 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Sized without the pad",
-            story="Kernels want rows, scales and ids to start at aligned addresses, so each is padded. With "
-            "powers of two the padding is empty, and a size of rows times bytes is right in every test. "
-            "With an odd width it is too small.",
+            story="Rows, scales and ids start at aligned addresses, so each is padded. With powers of two the "
+            "padding is empty, and rows times bytes is right. With an odd width it is too small.",
             mutate=sized_without_the_pad,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -170,9 +168,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Sized for the data-parallel group",
-            story="Rows come from all ranks of the expert group. The data-parallel group has as many ranks only "
-            "if nothing is tensor-parallel; otherwise the last ranks' rows overflow. (The regression test "
-            "of #42976 builds its workspace on the data-parallel group, and passes.)",
+            story="Rows come from all ranks of the expert group. The data-parallel group is as large only if nothing "
+            "is tensor-parallel; otherwise the last ranks' rows overflow. (The regression test of #42976 uses the "
+            "data-parallel group, and passes.)",
             mutate=sized_for_the_data_parallel_group,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -186,8 +184,8 @@ KIND = BugKind(
         KnownBug(
             name="The old workspace kept after growth",
             seen="vLLM #42976",
-            story="The workspace grows, but a part that holds the old buffer keeps using it. The report's own "
-            "regression test asserts that growth makes a new object.",
+            story="The workspace grows, but a part keeps using the old buffer. The report's own regression test "
+            "asserts that growth makes a new object.",
             mutate=old_workspace_kept,
             in_check=ExchangeCheck(name="growing_plans"),
             caught_by=AlwaysOn(name="ContractError", when="in `plan.extend` with a wider layer", run=_grow),
@@ -195,9 +193,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Growth under a live CUDA graph",
-            story="A captured graph holds the addresses of its buffers. If the workspace is rebuilt, a replay "
-            "writes into memory that has another owner by then, and waits for flags that are never set. "
-            "(This test has no GPU: it counts the graph as a capture would.)",
+            story="A captured graph holds the addresses of its buffers. After the workspace is rebuilt, a replay "
+            "writes into memory of another owner, and waits for flags that are never set. (This test has no GPU: it "
+            "counts the graph as a capture would.)",
             mutate=growth_under_a_graph,
             also_alive=_grow_when_the_graph_is_gone,
             caught_by=Refusal(
@@ -210,17 +208,17 @@ KIND = BugKind(
         KnownBug(
             name="A combine region over another layer's dispatch region",
             seen="vLLM #42976",
-            story="Results are placed behind the rows of their own layer, and not behind those of the largest "
-            "layer. A small layer's results then overlap a large layer's rows, as soon as a fast rank "
-            "sends rows of the next layer while a slow one still reads results.",
+            story="Results are placed behind the rows of their own layer, not behind those of the largest one. A "
+            "small layer's results overlap a large layer's rows when a fast rank sends rows of the next layer while "
+            "a slow one still reads results.",
             mutate=combine_over_dispatch,
             caught_by=ExchangeCheck(name="regions_never_overlap"),
             says="results of layer 'small' lie over",
         ),
         KnownBug(
             name="A result that aliases the workspace",
-            story="If all results come from one rank, there is nothing to sum, and a copy seems unnecessary. "
-            "The result is then a view of the workspace, which the next layer overwrites.",
+            story="If all results come from one rank, there is nothing to sum, and the copy is left out. The result "
+            "is then a view of the workspace, which the next layer overwrites.",
             mutate=result_aliases_the_workspace,
             caught_by=ExchangeCheck(name="output_is_kept"),
             says="an output that was kept over three rounds gave other bits than the twin",
