@@ -11,10 +11,14 @@ SPELLINGS = (*FORMATS, "fp8_block128(power_of_two_scales=True)", "nvfp4(global_s
 
 
 def inf_in_markdown() -> str:
-    """A line for each format of rows, and for each of weights."""
-    rows = [("rows", f"`{name}`", _told(formats.get(name).inf)) for name in SPELLINGS]
-    weights = [("weights", f"`{name}`", _told(kind.inf)) for name, kind in WEIGHT_FORMATS.items()]
-    return markdown_table(("of", "format", "±Inf decodes to"), [*rows, *weights])
+    """A line for all formats of rows, and for all of weights, in which Inf becomes the same."""
+    of = [("rows", name, formats.get(name).inf) for name in SPELLINGS]
+    of += [("weights", name, kind.inf) for name, kind in WEIGHT_FORMATS.items()]
+    names: dict[tuple[str, str], list[str]] = {}
+    for what, name, becomes in of:
+        names.setdefault((what, _told(becomes)), []).append(f"`{name}`")
+    lines = [(what, ", ".join(alike), told) for (what, told), alike in names.items()]
+    return markdown_table(("of", "formats", "±Inf decodes to"), lines)
 
 
 def _told(becomes: formats.base.InfBecomes | None) -> str:

@@ -5,7 +5,8 @@ Nobody copies a figure or a message by hand, and a test compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from docs.generate.combine_tables import COMBINE_TABLES
@@ -40,7 +41,24 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def _in_markdown(table: SupportTable) -> str:
     """A table under its title in bold: pages choose their own headings."""
-    return f"**{table.title}.** {table.note}\n\n{markdown_table(table.columns, table.rows)}"
+    return f"**{table.title}.** {table.note}\n\n{markdown_table(table.columns, joined(table.rows))}"
+
+
+def joined(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The rows, where those that differ in one name only are one.
+
+    >>> joined([("weights in `a`", "yes"), ("weights in `b`", "yes"), ("biases", "yes")])
+    [('weights in `a`, `b`', 'yes'), ('biases', 'yes')]
+    """
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for first, *cells in rows:
+        named = _NAMED.fullmatch(first)
+        before, name, after = named.groups() if named else (first, "", "")
+        lines.setdefault((before, after, *cells), []).append(name)
+    return [(before + ", ".join(names) + after, *cells) for (before, after, *cells), names in lines.items()]
+
+
+_NAMED = re.compile(r"([^`]*)(`[^`]+`)([^`]*)")  # a cell with one name
 
 
 def rewrite(page: Path) -> bool:

@@ -35,7 +35,7 @@ class ExchangeCheck:
         return result.finding
 
     def __str__(self):
-        return f"`{self.name}` of the exchange suite, on `{self.exchange}`"
+        return f"`{self.name}` (exchanges, `{self.exchange}`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ExpertsCheck:
         return result.finding
 
     def __str__(self):
-        return f"`{self.name}` of the experts suite, on `{self.experts}` experts"
+        return f"`{self.name}` (experts, `{self.experts}`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class FormatCheck:
         return result.finding
 
     def __str__(self):
-        return f"`{self.name}` of the format suite, on `{self.format}`"
+        return f"`{self.name}` (formats, `{self.format}`)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,10 @@ the others are easy to make. With each of them a plain layer on two ranks runs a
 Each bug is put into tokenyard's own code as a *mutant*, a patch of a function that every layer runs through
 (`tests/known_bugs/kinds`). A mutant must first be **alive**: a bf16 layer runs with it on two ranks, through
 `two_sided` and `one_sided`, without an error, and returns finite numbers. Then one named check must **kill** it: an
-error that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your own, too. Without
-the mutant the same check finds nothing. `tokenyard check` finds all of them by name, except one that needs a GPU, and
-those in what trainers compute beside the layer, which tests find. A mutant that survives is a failing test.
+error that is always raised, or a check of the [suites](guide/check.md), which hold for parts of your own, too (in
+parentheses: the suite, and the part). Without the mutant the same check finds nothing. `tokenyard check` finds all of
+them by name, except one that needs a GPU, and those in what trainers compute beside the layer, which tests find. A
+mutant that survives is a failing test.
 
 `python -m tests.known_bugs.page` writes this page.
 """
