@@ -49,6 +49,27 @@ def test_table_shows_wiring_and_bytes(config):
     assert result.stderr == ""
 
 
+def test_a_plan_for_training_shows_how_gradients_travel(config):
+    command = ("plan", "--config", config, "--ranks", 3, "--wire", "mxfp8", "--max-tokens", 16)
+    found = call_json(*command, "--training")
+    expected = draft(layers_from_config(config, wire="mxfp8"), 3, max_tokens=16, training=True)
+    (row,) = found["wirings"]
+    assert row["gradients"] == expected.rows()[0]["gradients"]
+    assert (row["gradients"]["wire"], found["training"]) == ("bf16", True)
+    assert found["bytes_per_rank"]["workspace"] == expected.workspace_bytes
+    shown = call(*command, "--training").stdout
+    for words in ("1 in flight, training", "a forward keeps", "weight gradient: experts"):
+        assert words in shown
+    assert "gradient" not in call(*command).stdout
+    assert not call_json(*command)["training"]
+
+
+def test_what_cannot_be_trained_is_refused(config):
+    refused = call("plan", "--config", config, "--ranks", 2, "--training", "--weights", "mxint4")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "a quantized weight has no gradient" in refused.stderr
+
+
 def test_weights_can_be_chosen(config):
     (row,) = call_json("plan", "--config", config, "--ranks", 2, "--weights", "mxint4")["wirings"]
     assert "mxint4 weights" in row["experts"]

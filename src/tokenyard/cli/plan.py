@@ -32,9 +32,10 @@ def plan(
     max_rows: int | None = option(
         None, "The most rows that a rank receives in one pass.", shown="all that may come", min=1
     ),
+    training: bool = option(False, "A plan for training: with the way of gradients, and their bytes."),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
+    """Show how a model's MoE layers would be wired, also for training, and the bytes, without running anything."""
     from tokenyard.integrations.huggingface import layers_from_config
     from tokenyard.planning.drafting import draft
 
@@ -48,7 +49,13 @@ def plan(
         inner=inner,
     )
     drafted = draft(
-        layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight, max_rows=max_rows
+        layers,
+        ranks,
+        exchange=exchange,
+        max_tokens=max_tokens,
+        in_flight=in_flight,
+        max_rows=max_rows,
+        training=training,
     )
     document = {"config": str(config), **as_fields(drafted)}
     Output(as_json).deliver(document, lambda: _show(drafted))
@@ -62,6 +69,7 @@ def as_fields(drafted: Draft) -> dict[str, Any]:
         "exchange": drafted.exchange.name,
         "in_flight": drafted.in_flight,
         "max_rows": drafted.max_rows,
+        "training": drafted.training,
         "num_layers": len(drafted.wirings),
         "wirings": rows,
         "bytes_per_rank": {
@@ -104,18 +112,39 @@ def _show(drafted: Draft) -> None:
                 f"{row['max_tokens']} tokens\n"
                 + ("" if row["max_rows"] is None else f"{row['max_rows']} rows\n")
                 + f"{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
-                "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
+                _lines_of_duties(row["duties"]),
             )
         )
+        if "gradients" in row:
+            rows.append(_line_of_gradients(row["gradients"]))
     show_table(
         ("layers", "shape", "experts", "out", "back", "a rank, at most", "duties"),
         rows,
         show_lines=True,
         title=f"{count(fields['num_layers'], 'layer')} on {count(drafted.world, 'rank')}, exchange "
-        f"{drafted.exchange.name}{chosen(drafted.exchange_reason)}, {drafted.in_flight} in flight",
+        f"{drafted.exchange.name}{chosen(drafted.exchange_reason)}, {drafted.in_flight} in flight"
+        + (", training" if drafted.training else ""),
     )
     times = "" if drafted.in_flight == 1 else f", × {drafted.in_flight} in flight"
     say(
         f"All layers share a workspace of {size(drafted.workspace_bytes)} a rank: largest out "
         f"{size(drafted.dispatch_bytes)} + largest back {size(drafted.combine_bytes)}{times}."
     )
+
+
+def _line_of_gradients(gradients: dict[str, Any]) -> tuple[str, ...]:
+    """The line below a layer's: how its gradients travel."""
+    per_row, per_rank = gradients["bytes_per_row"], gradients["bytes_per_rank"]
+    return (
+        "gradients",
+        "",
+        f"a forward keeps\n{gradients['keep']}",
+        f"{gradients['wire']}\n{per_row['dispatch']} B/row",
+        f"{gradients['wire']}\n{per_row['combine']} B/row",
+        f"{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
+        _lines_of_duties(gradients["duties"]),
+    )
+
+
+def _lines_of_duties(duties: dict[str, str]) -> str:
+    return "\n".join(f"{duty}: {who}" for duty, who in duties.items() if who != "–")
