@@ -1,1 +1,1 @@
-"""Adapters to FlashInfer, Hugging Face configs, torchtitan, Transformers and vLLM; each imports its library when used."""
+"""Adapters to FlashInfer, Hugging Face configs, torchtitan, Transformers and vLLM, each imported when first used."""
