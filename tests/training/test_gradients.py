@@ -77,6 +77,12 @@ def test_without_any_tokens_gradients_are_zeros_and_not_none(world):
         assert found["x"][0] == (0, 64)
 
 
+def test_a_rank_without_experts_takes_part():
+    case = Training(trained(dtype=torch.float32, num_experts=3, bias=True), tokens=20)
+    found = errors(case.on(4), case.oracle)
+    assert max(found.values()) < BOUNDS[torch.float32], found
+
+
 def bits_of_forwards(group, spec):
     case = Training(spec)
     _, layer = case.make(group)

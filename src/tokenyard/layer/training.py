@@ -212,6 +212,7 @@ class Tape:
 def _local_weights(layer: MoELayer) -> ExpertWeights:
     """The weights of this rank's experts, with the graph that leads to the parameters."""
     parts = {name: getattr(layer.experts, name) for name in layer.experts.spec.shapes()}
+    # Parameters of a plan on a device mesh are DTensors, whose class is loaded only where there are some.
     return ExpertWeights(
         **{name: part.to_local() if hasattr(part, "to_local") else part for name, part in parts.items()}
     )
