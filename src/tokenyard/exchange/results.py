@@ -203,7 +203,9 @@ class RowsAtHome(ResultsAtHome):
         return rows_by_rank, self.tokens_by_rank
 
     def placed(self, payload: Payload) -> Tensor:
-        return super().placed(payload) if self.places is None else self.places.placed(payload, self.rows_by_rank)
+        return (
+            super().placed(payload) if self.places is None else self.places.placed(payload, self.rows_by_rank)
+        )
 
 
 # -- Checks ----------------------------------------------------------------------------------------------
