@@ -284,7 +284,9 @@ def test_contributing_names_every_package():
     package = ROOT / "src" / "tokenyard"
     parts = {path.name + "/" for path in package.iterdir() if (path / "__init__.py").exists()}
     parts |= {path.name for path in package.glob("[a-z]*.py")}
-    (section,) = re.findall(r"^## The packages$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    (section,) = re.findall(
+        r"^## The packages$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
+    )
     assert sorted(re.findall(r"^\| `([\w./]+)` \|", section, re.M)) == sorted(parts)
 
 
