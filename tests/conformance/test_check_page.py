@@ -87,7 +87,7 @@ def test_the_example_as_a_program_prints_what_the_page_says():
 
 
 def test_the_example_passes_some_checks(tmp_path, monkeypatch):
-    (tmp_path / "my_parts.py").write_text(FILE.body)
+    (tmp_path / "my_parts.py").write_text(FILE)
     import_from(tmp_path, "my_parts", monkeypatch)
     leave_few_checks(monkeypatch)
     mine = ("--exchange", "my_parts:PairwiseTransport", "--format", "my_parts:Int8Rows")
