@@ -52,7 +52,7 @@ test-faults: .venv/dev
 	$(BIN)/python -m tests.faults.named --workers 4 --write bench/results/named-cpu.json --page docs/guide/faults.md
 	$(BIN)/python -m tests.faults.moves --write bench/results/moves-cpu.json --page docs/guide/balancing.md
 	$(BIN)/python -m tests.faults.survivors --write bench/results/survivors-cpu.json --page docs/guide/losing-ranks.md
-	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/known_bugs lab/tests/hosts tests/fuzz
+	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal -m "" tests/faults tests/known_bugs lab/tests/hosts tests/fuzz
 	$(MAKE) test-fuzz
 
 # Random mutants of the core against the tests that run their lines, and the score.
@@ -91,9 +91,10 @@ bench: .venv/dev
 	@$(PIP) --editable . --editable ./lab
 	@touch $@
 
-.venv/dev: .venv/lab
+.venv/dev: .venv/lab requirements-torchtitan.txt
 	@echo "Installing pytest, linters and the libraries to compare with into .venv (a few minutes, once)"
 	@$(PIP) --editable '.[dev]' --editable './lab[plot]'
+	@$(PIP) --no-deps --requirement requirements-torchtitan.txt
 	@touch $@
 
 .venv/fuzz: .venv/base

@@ -13,13 +13,17 @@ from torch import nn
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tests.products import product
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange import EXCHANGES
 from tokenyard.formats import Payload
 from tokenyard.layer import compiled as ops
 from tokenyard.routing import SoftmaxRouter
 
-both_backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # neither needs a C++ compiler
+BACKENDS = ["aot_eager", "eager"]  # neither needs a C++ compiler
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+# "aot_eager" traces what "eager" traces, and more.
+one_backend = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.long)])
 ROUTER = SoftmaxRouter(2, renormalize=True)
 
 
@@ -94,13 +98,12 @@ def model_of_many_layers(group, backend, exchange):
     return same
 
 
-@both_backends
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("exchange", "backend"), product(list(EXCHANGES), BACKENDS))
 def test_a_model_is_one_graph_with_the_bits_of_an_eager_call(exchange, backend):
     assert on_ranks(1, model_of_many_layers, backend, exchange) == [[True] * 3]
 
 
-@pytest.mark.parametrize("exchange", ["two_sided", "one_sided"])
+@pytest.mark.parametrize("exchange", ["one_sided", pytest.param("two_sided", marks=pytest.mark.long)])
 def test_ranks_with_different_numbers_of_tokens(exchange):
     assert on_processes(model_of_many_layers, "aot_eager", exchange) == [[True] * 3] * 2
 
@@ -230,7 +233,7 @@ def bad_on_rank_one(group, backend):
     return [(type(error).__name__, str(error)) for error in errors], again
 
 
-@both_backends
+@one_backend
 def test_errors_are_those_of_an_eager_call_and_reach_all_ranks(backend):
     (others, _), (found, _) = results = on_processes(bad_on_rank_one, backend)
     assert [kind for kind, _ in others] == ["PeerFailed"] * 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import tokenyard
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-# Comes with torch, where there are GPUs.
-WITH_TORCH = {"triton"}
+# They come with torch, triton where there are GPUs.
+WITH_TORCH = {"triton", "typing_extensions"}
 
 
 def imported() -> set[str]:

@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from docs.generate import tables
-from tokenyard.cli.commands import app
+from docs.generate import cli_reference, tables
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import WEIGHT_FORMATS
@@ -153,8 +151,16 @@ def kept_registries():
     FAMILIES.update(before)
 
 
+# They run all checks of an exchange: tests/conformance/test_check_page.py runs some on the same files.
+LONG = [ROOT / "docs/guide/check.md", ROOT / "docs/guide/exchange-of-your-own.md"]
+
+
 @pytest.mark.usefixtures("kept_registries")
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long if page in LONG else ()) for page in PAGES],
+    ids=name_of,
+)
 def test_blocks_run_and_print_what_the_page_says(page, tmp_path):
     for block, printed in run_page(page, tmp_path):
         assert comparable(printed) == comparable(block.body), f"{name_of(page)}, line {block.line}"
@@ -198,29 +204,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(there), f"{name_of(page)} links to {target}"
 
 
-def commands(group: Any, parent: str = "") -> dict[str, Any]:
-    """All commands that do something, by their full names."""
-    found: dict[str, Any] = {}
-    for name, command in group.commands.items():
-        more = commands(command, f"{parent}{name} ") if hasattr(command, "commands") else {}
-        found |= more or {f"{parent}{name}": command}
-    return found
-
-
-COMMANDS = commands(typer.main.get_command(app))
-
-
-@pytest.mark.parametrize(("name", "command"), COMMANDS.items(), ids=COMMANDS)
-def test_every_option_is_named_where_its_command_is(name, command):
-    """In the sections of the page of all commands that are called like it, or on a page of its own."""
-    page, own = ROOT / "docs/guide/cli.md", ROOT / f"docs/guide/{name}.md"
-    sections = re.split(r"^#+ +", page.read_text(), flags=re.MULTILINE)
-    told = "".join(text for text in sections if re.match(rf"{name}( on a GPU)?\n", text))
-    told += own.read_text() if own.exists() else ""
+@pytest.mark.parametrize(("name", "command"), cli_reference.commands().items())
+def test_every_option_of_a_command_is_in_its_section_of_the_reference(name, command):
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     options = {option for each in command.params for option in [*each.opts, *each.secondary_opts]}
-    named = {*re.findall(r"--[\w-]+", told), "--json", "--help"}  # these two are every command's
-    assert told
+    named = set(re.findall(r"--[\w-]+", section))
     assert {option for option in options if option.startswith("--")} <= named
+    assert command.help
 
 
 @pytest.mark.parametrize(
@@ -229,8 +220,6 @@ def test_every_option_is_named_where_its_command_is(name, command):
         ("docs/concepts.md", "| **exchange** |", EXCHANGES),
         ("docs/concepts.md", "| **experts** |", EXPERTS),
         ("docs/concepts.md", "| **format** |", WEIGHT_FORMATS),
-        ("docs/guide/cli.md", "| `--exchange` | `two_sided` (default)", EXCHANGES),
-        ("docs/guide/cli.md", "| `--experts` |", EXPERTS),
         ("docs/guide/experts.md", "| name | what it is |", EXPERTS),
         ("docs/guide/gpus.md", "Weights stay as they are held", WEIGHT_FORMATS),
     ],
@@ -295,12 +284,46 @@ def test_contributing_names_every_package():
     package = ROOT / "src" / "tokenyard"
     parts = {path.name + "/" for path in package.iterdir() if (path / "__init__.py").exists()}
     parts |= {path.name for path in package.glob("[a-z]*.py")}
-    said = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert sorted(said) == sorted(parts)
+    (section,) = re.findall(
+        r"^## The packages$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
+    )
+    assert sorted(re.findall(r"^\| `([\w./]+)` \|", section, re.M)) == sorted(parts)
 
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 7000
+
+
+def test_guides_are_short_and_so_is_all_of_them_together():
+    """A guide says what a user does and may expect. What was measured and refuted goes to `bench/notes`."""
+    sizes = {page: len(page.read_bytes()) for page in PAGES if page.parent.name != "reference"}
+    long = [name_of(page) for page, size in sizes.items() if page.parent.name == "guide" and size > 10_240]
+    assert long == [], "move what was measured to bench/notes, and lists of names to docs/generate"
+    assert sum(sizes.values()) <= 250_000
+
+
+NOTES = sorted((ROOT / "bench/notes").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=name_of)
+def test_files_that_a_page_names_are_there(page):
+    """Records, notes and examples are named by their path, because they are not part of the site."""
+    named = re.findall(
+        r"`((?:bench|examples|tests/[\w/]+)/[\w./-]+\.(?:json|md|py|yaml|sbatch))`", page.read_text()
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("note", NOTES, ids=name_of)
+def test_a_note_has_its_date_and_is_named_by_a_page(note):
+    assert re.search(r"\b(2026-\d\d-\d\d|November 2026)\b", note.read_text()[:500])
+    pages = [page.read_text() for page in [*PAGES, *NOTES] if page != note]
+    assert any(note.name in text for text in pages)
+
+
+@pytest.mark.parametrize("note", NOTES, ids=name_of)
+def test_links_of_a_note_lead_somewhere(note):
+    test_links_lead_somewhere(note)
 
 
 def test_the_page_on_installing_says_what_the_package_declares():

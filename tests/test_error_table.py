@@ -1,4 +1,4 @@
-"""Every error class has a row in the tables of what can go wrong, with a message that it really raises."""
+"""Every error class has a section on the page of errors, with a message that it really raises."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import tokenyard as ty
 from docs.generate import error_table
 from docs.generate.error_table import (
     EXAMPLES,
-    classes_in_markdown,
     error_classes,
-    troubles_in_markdown,
+    page,
     what_you_see,
 )
 from tokenyard.errors import Corrupted, Drifted
@@ -27,8 +26,8 @@ def all_kinds(base: type = ty.TokenyardError) -> set[type]:
     return own.union(*(all_kinds(kind) for kind in own))
 
 
-def test_every_error_class_is_public_and_has_a_row():
-    assert set(error_classes()) == all_kinds() == set(EXAMPLES)
+def test_every_error_class_is_public_and_has_a_section():
+    assert set(error_classes()) == all_kinds() == set(EXAMPLES) == set(error_table.ADVICE)
 
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
@@ -43,21 +42,22 @@ def test_what_you_see_is_a_whole_message_of_that_class(kind):
     assert message.startswith(f"{kind.__name__}: ")
     assert "; expected " in message
     assert "; fix: " in message
-    assert f"\n{message}\n" in troubles_in_markdown()
-    assert f"[`{kind.__name__}`](#{kind.__name__.lower()})" in classes_in_markdown()
+    assert f"\n{message}\n" in page()
+    assert f"## {kind.__name__}\n" in page()
+    assert error_table.ADVICE[kind]
 
 
 def test_an_example_that_raises_something_else_is_found_out(monkeypatch):
     monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, EXAMPLES[Drifted])
     with pytest.raises(AssertionError, match="the example of PeerLost raises Drifted"):
-        troubles_in_markdown()
+        page()
     monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, lambda: None)
     with pytest.raises(AssertionError, match="the example of PeerLost raises nothing"):
-        troubles_in_markdown()
+        page()
 
 
 def test_a_class_without_an_example_is_missed(monkeypatch):
     left = {kind: example for kind, example in EXAMPLES.items() if kind is not Corrupted}
     monkeypatch.setattr(error_table, "EXAMPLES", left)
     with pytest.raises(KeyError):
-        troubles_in_markdown()
+        page()

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tokenyard as ty
+from tests.products import product
 from tokenyard.elastic import take_over
 from tokenyard.group import thread_groups
 from tokenyard.group.own_process import OwnProcess
@@ -236,8 +237,10 @@ def rank_main(group: ty.Group, exchange: str) -> list[str]:
     return ["right"]
 
 
-@pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather", "hierarchical"])
-@pytest.mark.parametrize("ranks", ["processes", "threads"])
+@pytest.mark.parametrize(
+    ("ranks", "exchange"),
+    product(["processes", "threads"], ["one_sided", "two_sided", "hierarchical", "allgather"]),
+)
 def test_a_forked_process_is_refused_and_its_parent_never_notices(ranks, exchange):
     world, hosts = (3, [2, 1]) if exchange == "hierarchical" else (2, 1)
     right = ty.launch(world, rank_main, exchange, ranks=ranks, hosts=hosts, deadline=DEADLINE)

@@ -43,11 +43,11 @@ def run(*arguments, **variables):
     ("weights", "wire", "inner"),
     [
         ("bf16", "bf16", "exact"),
-        ("fp8_block128", "fp8_block128", "fp8_block128"),
-        ("mxfp8", "mxfp8", "exact"),
+        pytest.param("fp8_block128", "fp8_block128", "fp8_block128", marks=pytest.mark.long),
+        pytest.param("mxfp8", "mxfp8", "exact", marks=pytest.mark.long),
         ("mxfp4", "mxfp8", "fp8_block128"),
-        ("nvfp4", "nvfp4", "exact"),
-        ("mxint4", "bf16", "exact"),
+        pytest.param("nvfp4", "nvfp4", "exact", marks=pytest.mark.long),
+        pytest.param("mxint4", "bf16", "exact", marks=pytest.mark.long),
     ],
 )
 def test_what_batches_of_any_size_launch_is_prepared(weights, wire, inner):

@@ -8,6 +8,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
@@ -20,8 +21,10 @@ from tokenyard.layer.building import LocalIds
 from tokenyard.layer.compiled import call_operator
 from tokenyard.routing import GroupedSigmoidRouter, Placement
 
-both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
+every_exchange_on_both_kinds = pytest.mark.parametrize(
+    ("exchange", "ranks"), on_threads_and_processes(EXCHANGES)
+)
 
 
 # -- Bad input: a clear error before anything moves, on every rank -------------------------------------------
@@ -158,8 +161,7 @@ def expert_raises(group, exchange):
     return *found, same_bits(good, built(x_TH, routes))
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_an_expert_that_raises_on_one_rank_reaches_all_and_the_group_stays_usable(ranks, exchange):
     results = on_ranks(3, expert_raises, exchange, ranks=ranks)
     assert [kind for kind, _, _ in results] == ["PeerFailed", "PeerFailed", "ZeroDivisionError"]
@@ -490,8 +492,7 @@ def batch_of_one(group, exchange):
     return all(same)
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_a_tokens_result_does_not_depend_on_the_rest_of_the_batch(ranks, exchange):
     assert on_ranks(3, batch_of_one, exchange, ranks=ranks) == [True] * 3
 
@@ -506,8 +507,9 @@ def grouped_layers(group, exchange, wire):
     return relative_error(built(x_TH, routes), oracle(layer, weights, decoded_TH, routes))
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"])
-@every_exchange
+@pytest.mark.parametrize(
+    ("wire", "exchange"), product(["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"], list(EXCHANGES))
+)
 def test_grouped_experts_stay_within_a_bf16_matrix_product_of_the_oracle(exchange, wire):
     # Rows, hidden values, results on the way back and the output are each rounded to bf16 (2^-9, relative).
     assert max(on_ranks(4, grouped_layers, exchange, wire)) < 4 * 2**-9
@@ -549,8 +551,7 @@ def sliced_routes(group, exchange):
     return same_bits(build(plan, "moe")(x_TH, sliced), build(plan, "moe")(x_TH, routes))
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_routes_may_be_slices_of_wider_tensors(ranks, exchange):
     assert on_ranks(3, sliced_routes, exchange, ranks=ranks) == [True] * 3
 

@@ -204,8 +204,8 @@ def test_replicated_does_not_depend_on_the_order_of_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Placement.explicit(4, [[0, 1], [3]]), "nobody owns expert 2;"),
-        (lambda: Placement.explicit(20, [[0]]), "nobody owns experts 1, 2, 3, 4, 5, 6, 7, 8 and 11 more"),
+        (lambda: Placement.explicit(4, [[0, 1], [3]]), "no rank owns expert 2;"),
+        (lambda: Placement.explicit(20, [[0]]), "no rank owns experts 1, 2, 3, 4, 5, 6, 7, 8 and 11 more"),
         (lambda: Placement.explicit(2, [[0, 1], [2]]), "rank 1 holds expert 2; expected ids from 0 to 1"),
         (lambda: Placement.explicit(2, [[0, -1], [1]]), "rank 0 holds expert -1; expected ids from 0 to 1"),
         (lambda: Placement.explicit(2, [[0, 1, 0]]), "rank 0 holds expert 0 more than once"),
@@ -269,9 +269,9 @@ def test_the_largest_sizes_are_taken_and_larger_ones_are_not() -> None:
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (1, "nobody owns expert 1;"),
-        (8, "nobody owns experts 1, 2, 3, 4, 5, 6, 7, 8;"),
-        (9, "nobody owns experts 1, 2, 3, 4, 5, 6, 7, 8 and 1 more;"),
+        (1, "no rank owns expert 1;"),
+        (8, "no rank owns experts 1, 2, 3, 4, 5, 6, 7, 8;"),
+        (9, "no rank owns experts 1, 2, 3, 4, 5, 6, 7, 8 and 1 more;"),
     ],
 )
 def test_experts_without_an_owner_are_listed_up_to_eight(lost: int, words: str) -> None:

@@ -27,9 +27,9 @@ PAGES = (
         names={
             "tokenyard": ("LayerSpec", "plan", "Plan", "MoELayer", "draft", "__version__"),
             "tokenyard.layer": ("PendingBatch", "overlapped"),
-            "tokenyard.planning": ("Draft", "Wiring"),
+            "tokenyard.planning": ("Draft", "Wiring", "gather_stats"),
             "tokenyard.duties": ("Duty", "Party"),
-            "tokenyard.elastic": ("join_plan", "Rebalance"),
+            "tokenyard.elastic": ("join_plan", "take_over", "Rebalance"),
             "tokenyard.exchange.stats": ("LayerStats", "MoveStats"),
         },
     ),
@@ -45,6 +45,9 @@ PAGES = (
                     "thread_groups",
                     "rejoin",
                     "make_together",
+                    "GroupLike",
+                    "as_group",
+                    "borrowed",
                     "DEFAULT_DEADLINE",
                     "READMISSION",
                 ),
@@ -76,7 +79,7 @@ PAGES = (
     Page(
         name="rows",
         title="Rows on their way",
-        about="Each station of a row has a type of its own. [Concepts](../concepts.md#stations-have-types) shows the "
+        about="Each station of a row has a type of its own. [Concepts](../concepts.md#each-step-has-a-type) shows the "
         "stations in their order.",
         names={
             "tokenyard.formats": ("EncodedRows", "Payload"),
@@ -118,7 +121,7 @@ PAGES = (
         title="Exchanges",
         about="What moves rows between ranks. A layer calls them; programs that overlap batches, or bring an exchange "
         "of their own, do so too. The guides are [Exchanges](../guide/exchanges.md) and "
-        "[Batches in flight](../guide/in-flight.md).",
+        "[Computing while rows travel](../guide/overlap.md).",
         names={
             "tokenyard.exchange": (
                 *("EXCHANGES", "ALIASES", "resolve", "Exchange", "ExchangeSpec", "RoundTrip"),

@@ -1,9 +1,9 @@
-"""What can go wrong, and what one sees then: a row for every error class, with a message that was really raised.
+"""The page of error messages: a section for every error class, with a message that was really raised.
 
-A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The texts of the
-guide are made of both (`python -m docs.generate`), so that they cannot tell of an error that is gone, or
-of a message that nobody ever sees. They are the same on every machine: settings in the environment do not count, and
-a time that was waited is written as zero, and processes as 1, 2, ….
+A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way, `ADVICE` says what a
+user does then. The page is made of these (`python -m docs.generate`), so that it cannot describe an error that is gone,
+or a message that is never raised. It is the same on every machine: settings in the environment do not count, a time
+that was waited is written as zero, and processes as 1, 2, ….
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, dr
 from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
-from tokenyard_lab.markdown import markdown_table
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_experts": 4, "top_k": 1}
 _TOKENS = 4
@@ -98,26 +97,27 @@ def _default_environment() -> Iterator[None]:
         os.environ.update(found)
 
 
-def troubles_in_markdown() -> str:
-    """What can go wrong, and behind each what one sees then."""
-    return "\n\n".join(
-        f'{kind.when.capitalize()}:\n\n```text title="error"\n{what_you_see(kind)}\n```'
-        for kind in error_classes()
+_ABOUT = """\
+# Error messages
+
+What each error looks like, and what to do. Every message was raised by a real call when this page was generated. The
+guide is [Errors](../guide/errors.md); [Errors in the reference](errors.md) have the attributes."""
+
+
+def page() -> str:
+    """A section for each class: when it is raised, what one sees then, and what to do."""
+    return "\n\n".join([_ABOUT, *map(_section, error_classes())]) + "\n"
+
+
+def _section(kind: type[TokenyardError]) -> str:
+    also = next(base for base in kind.__mro__[1:] if base is not TokenyardError)
+    is_also = (
+        f" (also a [`{also.__name__}`](#{also.__name__.lower()}))" if issubclass(also, TokenyardError) else ""
     )
-
-
-def classes_in_markdown() -> str:
-    """A table of the classes, each with a link to its section."""
-    rows = [
-        (f"[`{kind.__name__}`](#{kind.__name__.lower()})", f"`{_also_a(kind).__name__}`", kind.when)
-        for kind in error_classes()
-    ]
-    return markdown_table(("error", "also a", "when"), rows)
-
-
-def _also_a(kind: type[TokenyardError]) -> type:
-    """What else catches it: the error that it is a kind of, or Python's own."""
-    return next(base for base in kind.__mro__[1:] if base is not TokenyardError)
+    return (
+        f"## {kind.__name__}\n\n{kind.when[0].upper()}{kind.when[1:]}{is_also}.\n\n"
+        f'```text title="error"\n{what_you_see(kind)}\n```\n\n{ADVICE[kind]}'
+    )
 
 
 def _spec(**changes: Any) -> LayerSpec:
@@ -260,4 +260,42 @@ EXAMPLES: dict[type[TokenyardError], Callable[[], object]] = {
     Disagreement: lambda: _on_ranks(2, lambda group: group.agree("the seed", group.rank)),
     Corrupted: lambda: _on_ranks(1, _writes_elsewhere),
     RankError: lambda: launch(2, _raises),
+}
+
+# What a user does about each error, and what holds afterwards.
+ADVICE: dict[type[TokenyardError], str] = {
+    PlanError: "Take one of the alternatives (`error.alternatives`); the planner has tried each of them. `draft` "
+    "finds the same errors in one process, without a group.",
+    PlanMismatch: "All ranks raise. `error.differences` has the fields by rank. Build the layers from one config, and "
+    "look for an environment variable (`TOKENYARD_EXCHANGE`) that differs. Ranks must run one version of "
+    "tokenyard; different versions of torch are a warning in the log.",
+    UnknownName: "Take the name that is meant.",
+    InputError: "Do what the fix says. The other ranks raise [`PeerFailed`](#peerfailed), and the group stays usable.",
+    CheckpointError: "`error.file` and `error.tensor` say where, as far as it is known. "
+    "[Checkpoints](../guide/checkpoints.md#bad-files) has more cases.",
+    ContractError: "Return the type that the contract names ([Experts of your own](../guide/experts.md#the-contract)). "
+    "Rows that are reduced already have another type, so reducing them again is this error, too. The "
+    "other ranks raise `PeerFailed`.",
+    HandleError: "Combine each dispatch once, in the order of the dispatches, or plan with `in_flight=2`. Calls of a "
+    "layer do this by themselves. Make a new plan after `plan.close()`.",
+    ConcurrentUse: "Let one thread make the calls, or give each thread a plan on a group of its own "
+    "(`group.subgroup`). Threads may take turns.",
+    WrongProcess: "Make the call in the process that made the plan; the parent goes on. [Forked "
+    "processes](../guide/faults.md#forked-processes) says what a child can do.",
+    GroupError: "The base of the errors between ranks. Raised by itself if there is no group, or no longer one.",
+    PeerFailed: "Fix the error of the rank that it names (`error.peer`, `error.message`). The call has no result; the "
+    "group stays usable.",
+    PeerLost: "`error.peers` are the lost ranks, empty if they cannot be known. If a rank was only slow (loading "
+    "weights), raise the deadline. Otherwise go on with the ranks that are left, or with a fresh one: "
+    "[Losing ranks](../guide/losing-ranks.md#going-on-without-it).",
+    PlanBroken: "Catch the `PeerLost` that came first, and call `plan.go_on_without(error.peers)` or "
+    "`plan.readmit(error.peers)` on every rank that is left. A call that was interrupted while it waited "
+    "(Ctrl-C) breaks a plan, too.",
+    Drifted: "All ranks raise. Look for a branch that only some ranks take. An idle rank calls every layer, too, "
+    "with T = 0.",
+    Disagreement: "Set the value from one source on all ranks.",
+    Corrupted: "Only [paranoid plans](../guide/paranoid.md) raise it. `error.source`, `error.token` and "
+    "`error.place` say whose row it is, and which payload, region or duty. Look at kernels and experts of "
+    "your own first, then at other code that writes into this memory.",
+    RankError: "The error of the rank is the `__cause__`, with the traceback of that rank.",
 }

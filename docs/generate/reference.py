@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from docs.generate import check_reference, cli_reference, error_table
 from docs.generate.catalog import PAGES, Name, Page, names
 from docs.generate.descriptions import attributes, constant, written
 from tokenyard.experts import ACTIVATIONS, EXPERTS
@@ -57,7 +58,14 @@ def undescribed() -> list[str]:
 
 def pages() -> dict[Path, str]:
     """All pages of the reference, by the file that they belong into."""
-    return {FOLDER / "index.md": _index(), **{FOLDER / f"{page.name}.md": _page(page) for page in PAGES}}
+    of_names = {FOLDER / f"{page.name}.md": _page(page) for page in PAGES}
+    others = {
+        "index": _index(),
+        "cli": cli_reference.page(),
+        "checks": check_reference.page(),
+        "messages": error_table.page(),
+    }
+    return {**{FOLDER / f"{name}.md": text for name, text in others.items()}, **of_names}
 
 
 def _index() -> str:
@@ -66,7 +74,8 @@ def _index() -> str:
         "Every public name, from its docstring and its source. `make docs` writes these pages; what is missing a "
         "description here is a failing test.",
         "Fields of a dataclass that have no default must be given. `import tokenyard` loads a name when it is first "
-        "used, and torch with it.",
+        "used, and torch with it. [Options of the commands](cli.md) has the command line, "
+        "[Named checks](checks.md) what `tokenyard check` asks, [Error messages](messages.md) what errors look like.",
     ]
     for page in PAGES:
         parts.append(f"## {page.title}")

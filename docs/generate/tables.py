@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from docs.generate.combine_tables import COMBINE_TABLES
-from docs.generate.error_table import classes_in_markdown, troubles_in_markdown
 from docs.generate.figures import FIGURES
 from docs.generate.inf_tables import inf_in_markdown
 from docs.generate.path_tables import paths_in_markdown
@@ -20,11 +19,11 @@ from tokenyard_lab.markdown import markdown_table
 
 PAGES = (
     "README.md",
+    "bench/notes/combine-wire.md",
+    "bench/notes/gpu-experts.md",
+    "bench/notes/gpu-kernel-paths.md",
     "docs/figures.md",
     "docs/support.md",
-    "docs/guide/choosing-formats.md",
-    "docs/guide/errors.md",
-    "docs/guide/gpus.md",
     "docs/guide/numerics.md",
     "docs/guide/vllm.md",
 )
@@ -34,8 +33,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "support": lambda: "\n\n".join(map(_in_markdown, support_tables())),
     "inf": inf_in_markdown,
     "paths": paths_in_markdown,
-    "troubles": troubles_in_markdown,
-    "error-classes": classes_in_markdown,
     "vllm-settings": settings_in_markdown,
     "vllm-refusals": refusals_in_markdown,
 }

@@ -511,15 +511,15 @@ def test_after_a_loss_the_ranks_that_are_left_have_made_equally_many_steps(switc
     assert calls == due
 
 
-@pytest.mark.parametrize("lets_go", [None, True, False])
-def test_a_rank_that_leaves_waits_for_the_others_before_its_plan_is_closed(lets_go):
+@pytest.mark.parametrize("leaves_now", [None, True, False])
+def test_a_rank_that_leaves_waits_for_the_others_before_its_plan_is_closed(leaves_now):
     moves, calls = moves_of_a_plan().under_way, []
     moves.give_up = lambda error: calls.append(str(error))
     moves.close_carrier = lambda: calls.append("closed")
-    if lets_go is not None:
-        moves.move = SimpleNamespace(lets_go=lets_go, wait=lambda: calls.append("waited"))
+    if leaves_now is not None:
+        moves.move = SimpleNamespace(leaves_now=leaves_now, wait=lambda: calls.append("waited"))
     moves.close()
-    assert calls[:-2] == (["waited"] if lets_go else [])
+    assert calls[:-2] == (["waited"] if leaves_now else [])
     assert "the plan was closed" in calls[-2]
     assert calls[-1] == "closed"
 

@@ -316,7 +316,7 @@ def without_memory(group):
 def test_experts_that_there_is_no_memory_for_are_refused():
     for moe, more in on_ranks(2, without_memory):
         assert (
-            "rank 0 is to hold 5 experts, and has memory for 3; expected memory for the experts that come"
+            "rank 0 is to hold 5 experts, and has memory for 3; expected memory for the experts that arrive"
             in moe
         )
         assert "rank 0 is to hold 5 experts, and has memory for 4" in more

@@ -90,7 +90,7 @@ def test_the_thread_waits_for_a_switch_as_long_as_it_is_ready_and_nobody_gives_u
     found = []
     for progress in (Progress.READY, Progress.PREPARING):
         for cancelled in (False, True):
-            move._progress, move._cancelled = progress, cancelled
+            move.progress, move._cancelled = progress, cancelled
             found.append(waits(move._await_switch))
     assert found == [True, False, False, False]
 
@@ -100,7 +100,7 @@ def test_ranks_wait_for_the_thread_as_long_as_it_prepares_and_has_no_error():
     found = []
     for progress in (Progress.PREPARING, Progress.READY):
         for error in (None, LOST):
-            move._progress, move.error = progress, error
+            move.progress, move.error = progress, error
             found.append(waits(move.wait_for_thread))
     assert found == [True, False, False, False]
     assert move.wait_for_thread() is Progress.READY
@@ -114,7 +114,7 @@ def test_a_rank_lets_go_when_all_have_agreed_on_the_last_switch():
         move.decision, move.error, move._number = decision, error, number
         assert move.is_last_step == (number == 1)
         due = bool(leaves) and decision is Progress.READY and error is None and number == 1
-        assert move.lets_go == move.is_done == (due and taken)
+        assert move.leaves_now == move.is_done == (due and taken)
         assert bool(asked) == due
 
 
@@ -125,7 +125,7 @@ def test_when_a_thread_has_ended_and_when_a_rank_is_ready():
     for alive in (True, False):
         move._thread = SimpleNamespace(is_alive=lambda alive=alive: alive)
         assert move.has_ended == (not alive)
-    move._progress = Progress.READY
+    move.progress = Progress.READY
     assert move.ready
     move.switched()
     move._thread = SimpleNamespace(is_alive=lambda: True)
@@ -199,12 +199,12 @@ def test_a_move_that_was_given_up_makes_no_group():
     assert copied == []  # nor does it copy anything
 
 
-def test_a_thread_says_farewell_when_all_have_switched():
+def test_a_thread_frees_the_old_group_when_all_have_switched():
     carrier, _ = called("keep")
-    next_ranks, asked = called("prepare", "say_farewell", carrier=carrier, held={"moe": "theirs"})
+    next_ranks, asked = called("prepare", "free_old_group", carrier=carrier, held={"moe": "theirs"})
     move, _ = a_move([], carrier=SimpleNamespace(), next_ranks=next_ranks)
     move._run()
-    assert asked == [("prepare",), ("say_farewell",)]
+    assert asked == [("prepare",), ("free_old_group",)]
     assert move._carrier is carrier
     assert move._held == {"moe": "theirs"}
 
@@ -244,7 +244,7 @@ def next_group(*, meets=True, patience=None):
 @pytest.mark.parametrize("meets", [True, False])
 def test_what_was_shared_is_given_back_after_all_have_met_or_one_was_lost(meets):
     following, calls = next_group(meets=meets)
-    following.say_farewell()
+    following.free_old_group()
     assert calls == ["meet", "carrier closed", "exchange before", "group before"]
 
 
@@ -335,7 +335,7 @@ def test_others_are_waited_for_a_deadline_at_most_when_this_rank_has_switched():
     group.subgroup, group.size, group.name = subgroup, 2, "world"
     over = threading.Timer(20, ended.set)
     over.start()
-    following.say_farewell()
+    following.free_old_group()
     over.cancel()
     assert given_back == [1]
     assert 0.2 <= time.monotonic() - started < 10
@@ -345,7 +345,7 @@ def test_others_are_waited_for_a_deadline_at_most_when_this_rank_has_switched():
     ("number", "is_lost"), [(errno.ENOENT, True), (errno.ESRCH, True), (0, True), (errno.EACCES, False)]
 )
 def test_a_rank_that_no_longer_holds_its_experts_is_lost(number, is_lost):
-    """Its process has ended, or another file stands there; where it may not be opened, it is there."""
+    """Its process has ended, or it is another file; where it may not be opened, it is there."""
     group = thread_groups(3)[2]
     lost = not_held(group, 1, OSError(number, "the reason"))
     assert isinstance(lost, ty.PeerLost) == is_lost
@@ -479,7 +479,7 @@ def test_a_fresh_rank_gives_back_what_it_shared_even_if_another_is_lost():
         raise LOST
 
     carrier.meet = meet
-    joining._say_farewell(carrier)
+    joining._confirm_switch(carrier)
     assert carried == [("close",)]
 
 
@@ -487,7 +487,7 @@ def test_a_fresh_rank_gives_back_what_it_shared_even_if_another_is_lost():
 def test_a_fresh_rank_takes_the_limits_of_the_others_where_it_has_none(own, told, due):
     layer = spec(num_experts=4, max_tokens=own)
     tables = {"moe": {"goal": [[0, 1], [2, 3]], "max_tokens": told}}
-    known = joining._as_told(layer, tables)
+    known = joining._as_planned(layer, tables)
     assert known.max_tokens == due
     assert known.placement.table == ((0, 1), (2, 3))
-    assert joining._as_told(layer, {}) is layer
+    assert joining._as_planned(layer, {}) is layer

@@ -91,7 +91,7 @@ def load_file_names(content: bytes) -> set[str]:
 def test_bytes_behind_the_last_tensor(folder):
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"xyz")
-    refused(folder, "3 bytes behind its last tensor")
+    refused(folder, "3 bytes after its last tensor")
 
 
 HEADERS = {
@@ -114,7 +114,7 @@ HEADERS = {
         "b": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]},
     },
     "leaves 1 bytes out": {"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}},
-    "stands there twice": b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}',
+    "is there twice": b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}',
     "dtype None": {"a": 3},
     r"whose name is no text: 'a\ud800'": {"a\ud800": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}},
     "has a header that is not JSON": b"[" * 100_000,
@@ -390,7 +390,7 @@ def test_a_projection_missing_everywhere(folder):
 def test_a_tensor_nobody_would_read(folder):
     path = folder / "model.safetensors"
     save_file(load_file(path) | {f"{EXPERT}.up_proj.weight_g_idx": torch.zeros(3)}, path)
-    refused(folder, f"tensor '{EXPERT}.up_proj.weight_g_idx' is F32[3]", "nobody would read")
+    refused(folder, f"tensor '{EXPERT}.up_proj.weight_g_idx' is F32[3]", "no layer reads this tensor")
     save_file(load_file(path) | {"model.layers.1.mlp.experts.mystery": torch.zeros(3)}, path)
     refused(folder, "tensor 'model.layers.1.mlp.experts.mystery' belongs to experts")
 
@@ -488,7 +488,7 @@ def test_sizes_are_read_off_quantized_weights_where_the_config_says_nothing(quan
     reconfigure(folder, hidden_size=None, moe_intermediate_size=None, num_experts=None)
     for layer in open_checkpoint(folder).layers:
         assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (4, 128, 128)
-        assert (layer.gated, layer.w13_outputs) == (True, 256)
+        assert (layer.gated, layer.intermediate_size) == (True, 128)
 
 
 def test_scales_that_do_not_match(quantized):
@@ -829,9 +829,9 @@ def test_a_name_that_stands_twice_in_an_object_is_refused(folder, file):
     values = json.loads(path.read_text()) if path.exists() else {}
     inner = json.dumps(values)[:-1] + (", " if values else "")
     path.write_text(inner + '"nested": {"a": [{"top_k": 2, "top_k": 2}]}}')
-    refused(folder, f"{path} cannot be read (the name 'top_k' stands there twice)")
+    refused(folder, f"{path} cannot be read (the name 'top_k' is there twice)")
     path.write_text(inner + '"num_experts": 4, "hidden_size": 1, "num_experts": 4}')
-    refused(folder, "stands there twice")
+    refused(folder, "is there twice")
 
 
 def test_keys_of_other_families_mean_what_they_mean_there(folder):

@@ -281,7 +281,7 @@ def test_names_stay_as_they_were(tmp_path, gated):
     back = open_checkpoint(tmp_path / "out")
     assert [layer.projections for layer in back.layers] == [layer.projections for layer in source.layers]
     assert_same_weights(back.experts(0), source.experts(0).quantize("mxint4"))
-    assert {(layer.gated, layer.w13_outputs) for layer in back.layers} == {(gated, 64 if gated else 32)}
+    assert {layer.gated for layer in back.layers} == {gated}
 
 
 def fused(model: Small) -> dict[str, torch.Tensor]:

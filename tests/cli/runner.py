@@ -8,6 +8,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tokenyard.cli.commands import app
+from tokenyard.conformance import suites
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -17,6 +18,15 @@ MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+
+
+def leave_few_checks(monkeypatch) -> None:
+    """`tokenyard check` in this process runs a few of the checks of an exchange.
+
+    All checks of all exchanges run, through the same function, in tests/conformance/test_suites.py.
+    """
+    few = ("bitwise_movement", "many_rounds", "several_in_flight", "bad_input_reaches_all")
+    monkeypatch.setattr(suites, "EXCHANGE_CHECKS", {name: suites.EXCHANGE_CHECKS[name] for name in few})
 
 
 def call(*arguments: object):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from tests.cli.runner import call, call_json
+from tests.cli.runner import call, call_json, leave_few_checks
 from tokenyard.cli import check
 from tokenyard.conformance import suites
 from tokenyard.exchange import EXCHANGES
@@ -18,9 +18,7 @@ BRIEF = ("--ranks", "threads", "--rounds", 1)
 
 
 def test_everything_on_threads(monkeypatch):
-    # All checks of all exchanges are run, through the same function, in tests/conformance/test_suites.py.
-    few = ("bitwise_movement", "many_rounds", "several_in_flight", "bad_input_reaches_all")
-    monkeypatch.setattr(suites, "EXCHANGE_CHECKS", {name: suites.EXCHANGE_CHECKS[name] for name in few})
+    leave_few_checks(monkeypatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as on a user's machine
     document = call_json("check", "--cases", 36, "--ranks", "threads", "--rounds", 5)
     assert document["passed"]
@@ -52,7 +50,8 @@ def test_exchanges_that_move_no_rows_on_a_gpu_are_left_out_there_and_named(monke
     assert "hierarchical serves rows on cpu, and rows are on cuda" in skipped["hierarchical"]
 
 
-def test_processes_and_the_grid():
+def test_processes_and_the_grid(monkeypatch):
+    leave_few_checks(monkeypatch)
     result = call(
         "check",
         "--cases",
@@ -72,7 +71,8 @@ def test_processes_and_the_grid():
     assert "12 of 12 cases" in result.stdout
 
 
-def test_a_wrong_exchange_is_exit_code_one_with_its_findings():
+def test_a_wrong_exchange_is_exit_code_one_with_its_findings(monkeypatch):
+    leave_few_checks(monkeypatch)
     result = call(
         "check",
         *(

@@ -1,8 +1,11 @@
 """Drawn cases: the same for a seed, all of them plannable, every corner reached, and the caps kept."""
 
+from functools import cache
+
 import pytest
 
 from tests.conformance import mutants
+from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, histogram, is_large
 from tokenyard.conformance.suites import check_cases
@@ -12,11 +15,15 @@ from tokenyard.exchange.transports.one_sided.cuda.transport import CudaTransport
 from tokenyard.experts import ACTIVATIONS
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
 
-CASES = [draw_case(seed, large=seed % 4 == 0) for seed in range(3000)]
+
+@cache
+def drawn_cases():
+    """Not drawn while tests are collected: each worker would do that."""
+    return [draw_case(seed, large=seed % 4 == 0) for seed in range(3000)]
 
 
 def reached(name):
-    return {getattr(case, name) for case in CASES}
+    return {getattr(case, name) for case in drawn_cases()}
 
 
 def test_a_seed_is_a_case():
@@ -24,7 +31,7 @@ def test_a_seed_is_a_case():
 
 
 def test_large_ones_are_large():
-    assert all(is_large(case) for seed, case in enumerate(CASES) if seed % 4 == 0)
+    assert all(is_large(case) for seed, case in enumerate(drawn_cases()) if seed % 4 == 0)
 
 
 def test_every_choice_is_reached():
@@ -35,7 +42,7 @@ def test_every_choice_is_reached():
     assert reached("activation") == set(ACTIVATIONS)
     assert reached("placement") == {"contiguous", "round_robin", "replicas", "shuffled"}
     assert reached("routes") == {"uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"}
-    assert reached("data") == {"normal", "zeros", "tiny", "special", "equal"}
+    assert reached("data") == {"ordinary numbers", *(name for name, kind in DATA.items() if kind.rows)}
     for name, values in {
         "weights": set(WEIGHT_FORMATS),
         "weight_on": {"output", "input"},
@@ -54,9 +61,9 @@ def test_the_corners_of_the_shapes_are_reached():
     assert {1, 100, 2880, 7168} < reached("hidden_size")
     assert {1, 2, 32} < reached("top_k")
     assert {1, 384} < reached("num_experts")
-    assert any(case.num_experts < case.world for case in CASES)
-    assert any(case.num_experts % case.world for case in CASES)
-    tokens = {count for case in CASES for count in case.tokens}
+    assert any(case.num_experts < case.world for case in drawn_cases())
+    assert any(case.num_experts % case.world for case in drawn_cases())
+    tokens = {count for case in drawn_cases() for count in case.tokens}
     assert {0, 1} < tokens
     assert 2000 < max(tokens) <= 4096
 
@@ -86,7 +93,7 @@ def test_what_an_exchange_refuses_on_a_gpu_is_not_drawn_for_one(monkeypatch):
 
 
 def test_the_work_of_a_case_is_capped():
-    for case in CASES:
+    for case in drawn_cases():
         of_a_token = 3 * case.top_k * case.hidden_size * case.intermediate_size
         assert sum(case.tokens) * of_a_token <= max(8 * MOST_PRODUCTS, case.world * of_a_token)  # one each
 
@@ -103,8 +110,8 @@ def test_cells_take_turns_and_a_quarter_is_large():
 
 
 def test_the_histogram_counts_every_case_once():
-    for counts in histogram(CASES).values():
-        assert sum(counts.values()) == len(CASES)
+    for counts in histogram(drawn_cases()).values():
+        assert sum(counts.values()) == len(drawn_cases())
 
 
 def test_a_part_that_carries_nothing_is_named():

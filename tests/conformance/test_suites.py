@@ -1,5 +1,7 @@
 """The suites pass for everything registered, and catch every mutant by the check that is named for its fault."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -21,21 +23,31 @@ from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import FORMATS
 
+SHORT = [("hierarchical", "threads"), ("one_sided", "processes")]
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
 
 
-@pytest.mark.parametrize(("ranks", "world"), [("threads", 4), ("processes", 3)])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_every_exchange_passes(exchange, ranks, world):
-    results = check_exchange(exchange, ranks=ranks, world=world, rounds=20)
+# tests/cli/test_cli_check.py runs a few checks of every exchange.
+@pytest.mark.parametrize(
+    ("exchange", "ranks"),
+    [
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.long)
+        for each in itertools.product(EXCHANGES, ["threads", "processes"])
+    ],
+)
+def test_every_exchange_passes(exchange, ranks):
+    results = check_exchange(exchange, ranks=ranks, world={"threads": 4, "processes": 3}[ranks], rounds=20)
     trains = EXCHANGES[exchange].trains_on(torch.device("cpu")) is None
-    assert [one.check for one in results] == [
+    assert [result.check for result in results] == [
         check for check in EXCHANGE_CHECKS if trains or check not in EXCHANGE_GRADIENT_CHECKS
     ]
     assert_passed(results)
 
 
-@pytest.mark.parametrize("exchange", [*EXCHANGES, "local"])
+@pytest.mark.parametrize(
+    "exchange",
+    ["local", "one_sided", *(pytest.param(n, marks=pytest.mark.long) for n in EXCHANGES if n != "one_sided")],
+)
 def test_every_exchange_passes_on_one_rank(exchange):
     assert_passed(check_exchange(exchange, world=1, rounds=5))
 
@@ -91,6 +103,7 @@ def test_a_gpu_that_is_not_there_is_no_finding_of_the_exchange(ranks):
         check_exchange("two_sided", world=2, ranks=ranks, device="cuda")
 
 
+@pytest.mark.long  # tests/conformance/test_check_page.py runs a few checks of two classes of one's own
 def test_a_class_of_ones_own_passes():
     assert_passed(check_exchange(mutants.changing.Renamed, world=2, rounds=5))
 
@@ -102,7 +115,7 @@ def test_a_class_of_ones_own_passes():
         (
             mutants.rows.FlipsABit,
             "bitwise_movement",
-            "arrived with other bits; expected the bits that were sent",
+            "arrived with other bits: [",
         ),
         (mutants.rows.GlobalIds, "bitwise_movement", "-1 where an expert lives elsewhere"),
         (mutants.rows.OneCopyPerExpert, "one_copy_per_rank", "rows in (source, token) order"),
@@ -176,7 +189,7 @@ def test_a_class_of_ones_own_passes():
         (mutants.uses.FirstPlacement, "all_data_after_moves", "after its experts have moved"),
         (mutants.uses.HidesNanOfRows, "all_data_moves", "arrived with other bits"),
         (mutants.uses.HidesNanOfResults, "all_data_in_calls", "of a batch with NaN and Inf, gave other bits"),
-        (mutants.uses.SharesScales, "all_data_moves", "payload 'scales' of token"),
+        (mutants.uses.SharesScales, "all_data_moves", "rows (scales) of token"),
         (
             mutants.uses.ZeroesAfterIdleCalls,
             "all_data_between_idle_calls",
@@ -192,9 +205,9 @@ def test_a_class_of_ones_own_passes():
         (mutants.uses.OddRowsOnly, "all_data_moves", "arrived with other bits"),
         (mutants.uses.CopiesChoices, "all_data_by_choices", 'with sum="choices", of a batch with'),
         (mutants.uses.ReadsRowsLate, "all_data_started", "started and finished, of a batch with"),
-        (mutants.uses.RoundsWeights, "bitwise_movement", "has weight"),
-        (mutants.uses.TakesAbsoluteWeights, "all_data_moves", "has weight"),
-        (mutants.uses.DropsTheLastOfAFullBatch, "all_data_moves", "has local ids"),
+        (mutants.uses.RoundsWeights, "bitwise_movement", "weights of token"),
+        (mutants.uses.TakesAbsoluteWeights, "all_data_moves", "weights of token"),
+        (mutants.uses.DropsTheLastOfAFullBatch, "all_data_moves", "ids of token"),
         (mutants.uses.SumsBackwards, "all_data_in_calls", "gave other bits"),
         (mutants.uses.AddsOnlyTwoTerms, "terms_as_declared", "a combine that adds 3 tensors"),
         (mutants.uses.CountsTwice, "load_is_counted", "`plan.load()` is"),
@@ -269,7 +282,7 @@ def test_a_rank_that_keeps_its_error_to_itself_breaks_one_check_and_no_other(ran
             "true_width_comes_back",
             "decode to bfloat16[0, 32]; expected bfloat16[0, 1]",
         ),
-        (mutants.formats.ClampsInPlace, "input_untouched", "encode changed its bfloat16 rows"),
+        (mutants.formats.ClampsInPlace, "input_untouched", "the bfloat16 input was changed by encode"),
         (mutants.formats.NotAsNear, "decoded_rows_are_near", "at most 0.001, as declared"),
         (mutants.formats.HidesNan, "nan_stays_in_its_row", "a row with NaN decodes to numbers"),
         (mutants.formats.RemembersTheLargest, "codes_repeat", "encoding twice gave two different 'data'"),
@@ -294,7 +307,7 @@ def test_a_wrong_format_is_caught(format, check, part):
         (mutants.experts.ReturnsATuple, "one_type_returned", "returned a tuple of 2; expected ExpertRows"),
         (mutants.experts.WeighsTwice, "within_the_bound", "beyond the bound for"),
         (mutants.experts.FinalizesOtherwise, "finalizing_agrees", "finalize=True and finalize=False differ"),
-        (mutants.experts.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for nobody, is"),
+        (mutants.experts.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for no expert, is"),
         (mutants.experts.ClampsNan, "nan_stays_in_its_row", "a row of NaN gave numbers with swiglu_clamped"),
         (
             mutants.experts.DropsDuplicates,
@@ -302,7 +315,7 @@ def test_a_wrong_format_is_caught(format, check, part):
             "where all choices name one expert",
         ),
         (mutants.experts.NormalizesWeights, "nothing_is_changed", " was changed"),
-        (mutants.experts.HoldsOthers, "nothing_is_changed", "do not hold the w2 that they were given"),
+        (mutants.experts.HoldsOthers, "nothing_is_changed", "do not hold what they were given as w2"),
         (mutants.experts.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
         (mutants.experts.CachesWeights, "load_is_in_place", "after load_"),
         (
@@ -315,7 +328,7 @@ def test_a_wrong_format_is_caught(format, check, part):
             "results_are_kept",
             "a result was changed by a later call of other experts",
         ),
-        (mutants.experts.SortsOnce, "batches_are_independent", "beyond the bound in batch 2"),
+        (mutants.experts.SortsOnce, "batches_are_independent", ", in batch 2 of the same experts"),
         (mutants.experts.SharesItsWeights, "objects_are_independent", "beside others with other weights"),
         (mutants.experts.DeclaresTooMuch, "formats_as_declared", "`weight_formats` has 'mxfp4'"),
         (mutants.numbers.KeepsCopies, "moved_weights_are_used", "after experts have moved"),

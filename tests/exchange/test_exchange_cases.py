@@ -7,6 +7,7 @@ from hypothesis import given, seed, settings
 import tokenyard as ty
 from tests.exchange.strategies import cases, is_large
 from tests.models import batch, build, spec
+from tests.products import product
 from tokenyard.conformance.cases import Case, random_weights, run_case, same_bits
 from tokenyard.conformance.draws import hosts_for
 from tokenyard.conformance.twin import twin
@@ -44,8 +45,10 @@ def draw_many(count, part, check):
     assert not large or all(map(is_large, seen))
 
 
-# In parts, so that two workers can share them: 512 cases over threads, 56 over processes.
-@pytest.mark.parametrize("part", range(8))
+# In parts, so that two workers can share them: 512 cases over threads, 56 over processes. `make test` draws 192 and 14.
+@pytest.mark.parametrize(
+    "part", [0, 1, 2, *(pytest.param(part, marks=pytest.mark.long) for part in range(3, 8))]
+)
 def test_any_layer_on_thread_ranks(part):
     draw_many(64, part, lambda case: check(case, "threads"))
 
@@ -54,16 +57,15 @@ def run_one_after_the_other(group, drawn):
     return [run_one(group, case) for case in drawn]
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3))])
 def test_any_layer_on_process_ranks(part):
     """Those of one world one after the other on the same processes: to start them takes longer than a case."""
     alike = {}
-    for half in range(2):
-        draw_many(
-            14,
-            99 + 2 * part + half,
-            lambda case: alike.setdefault((case.world, hosts_of(case)), []).append(case),
-        )
+    draw_many(
+        14,
+        99 + part,
+        lambda case: alike.setdefault((case.world, hosts_of(case)), []).append(case),
+    )
     for (world, hosts), drawn in alike.items():
         by_rank = ty.launch(world, run_one_after_the_other, drawn, ranks="processes", hosts=hosts)
         for rank, outcomes in enumerate(by_rank):
@@ -80,8 +82,7 @@ def test_sixty_four_thread_ranks(exchange):
     )
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize(("exchange", "ranks"), product(list(EXCHANGES), ["threads", "processes"]))
 def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ranks):
     tokens = (5, 0, 3, 0, 0, 9, 1, 0)
     check(
@@ -90,8 +91,9 @@ def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ra
 
 
 # Uneven ranks and an empty one, ids of -1, and widths that are padded; the second scale saturates some results.
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("combine_wire", ["nvfp4", "nvfp4(global_scale=2000.0)"])
+@pytest.mark.parametrize(
+    ("exchange", "combine_wire"), product(list(EXCHANGES), ["nvfp4", "nvfp4(global_scale=2000.0)"])
+)
 def test_results_come_home_in_four_bits(exchange, combine_wire):
     for hidden_size, routes in ((100, "gaps"), (33, "duplicates"), (1, "uniform")):
         case = Case(

@@ -9,6 +9,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import same_bits
 from tokenyard.errors import InputError, PeerFailed
 from tokenyard.exchange import EXCHANGES
@@ -18,11 +19,15 @@ from tokenyard.formats import FORMATS, Payload
 from tokenyard.routing import Placement
 from tokenyard.rows import ExpertRows
 
-both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+KINDS = ["threads", "processes"]
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
-watched_and_not = pytest.mark.parametrize(
-    ("exchange", "paranoid"), [*((name, False) for name in EXCHANGES), *((name, True) for name in WATCHED)]
+every_exchange_on_both_kinds = pytest.mark.parametrize(
+    ("exchange", "ranks"), on_threads_and_processes(EXCHANGES)
 )
+WATCHED_AND_NOT = {
+    **{name: (name, False) for name in EXCHANGES},
+    **{f"{name}, paranoid": (name, True) for name in WATCHED},
+}
 
 TAG = Payload(name="tag", dtype=torch.int64, width=2)
 BLOB = Payload(name="blob", dtype=torch.uint8, width=5)
@@ -77,8 +82,7 @@ def movements(group, exchange):
     return [movement(group, exchange, wire) for wire in WIRES]
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_rows_arrive_bitwise_once_per_rank_in_source_and_token_order(ranks, exchange):
     for results in zip(*on_ranks(3, movements, exchange, ranks=ranks), strict=True):
         check_movement(results)
@@ -162,8 +166,7 @@ def two_in_flight(group, exchange):
     return all(map(same_bits, alone, together)), third, early
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_two_dispatches_may_be_in_flight_if_the_plan_was_made_for_it(ranks, exchange):
     for same, third, early in on_ranks(2, two_in_flight, exchange, ranks=ranks):
         assert same
@@ -192,7 +195,7 @@ def failure_beside_a_flight(group, exchange, paranoid, times):
     return list(map(type, refused)), all(map(same_bits, found, expected))
 
 
-@watched_and_not
+@pytest.mark.parametrize(("exchange", "paranoid"), WATCHED_AND_NOT.values(), ids=WATCHED_AND_NOT)
 def test_a_batch_that_is_refused_does_not_touch_the_one_in_flight(exchange, paranoid):
     for times in (1, 2):
         results = on_ranks(2, failure_beside_a_flight, exchange, paranoid, times)
@@ -262,7 +265,7 @@ def modes(group, exchange, paranoid, planned_in_inference_mode):
     layer = spec(experts="reference")
     with torch.inference_mode(planned_in_inference_mode):
         plan = ty.plan([layer], group, exchange=exchange, paranoid=paranoid)
-        built = build(plan, "moe")
+        built = build(plan, "moe").eval()  # in training mode, a call with gradients is refused
     x_TH, routes = batch(layer, 5, seed=group.rank)
     wanting = dataclasses.replace(routes, topk_weights_TK=routes.topk_weights_TK.clone().requires_grad_())
     results = []
@@ -272,9 +275,9 @@ def modes(group, exchange, paranoid, planned_in_inference_mode):
     return all(same_bits(result, results[0]) for result in results)
 
 
-@both_kinds
-@watched_and_not
-def test_calls_with_and_without_gradients_and_in_inference_mode_take_turns(ranks, exchange, paranoid):
+@pytest.mark.parametrize(("exchange_and_paranoid", "ranks"), product(WATCHED_AND_NOT, KINDS))
+def test_calls_with_and_without_gradients_and_in_inference_mode_take_turns(exchange_and_paranoid, ranks):
+    exchange, paranoid = exchange_and_paranoid
     for planned_in_inference_mode in (False, True):
         found = on_ranks(2, modes, exchange, paranoid, planned_in_inference_mode, ranks=ranks)
         assert found == [True, True]
@@ -293,7 +296,7 @@ class Trained(EXPERTS["reference"]):
 def remembered(group, exchange, experts):
     layer = spec(experts=experts)
     plan = ty.plan([layer], group, exchange=exchange)
-    built, alive = build(plan, "moe"), []
+    built, alive = build(plan, "moe").eval(), []
     for seed in range(3):
         x_TH, routes = batch(layer, 5, seed=seed)
         weights_TK = routes.topk_weights_TK.clone().requires_grad_()
@@ -370,8 +373,7 @@ def idle_and_stranger(group, exchange):
     return type(error).__name__, str(error), bool(torch.isfinite(y_TH).all())
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_ranks_that_drifted_into_different_layers_all_raise_and_go_on(ranks, exchange):
     for kind, message, finite in on_ranks(2, idle_and_stranger, exchange, ranks=ranks):
         assert kind == "Drifted"
@@ -392,8 +394,7 @@ def many_rounds(group, exchange):
     return all(same_bits(built[name](*batches[name]), first[name]) for _ in range(40) for name in built)
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_alternating_layers_stay_bitwise_the_same_over_many_rounds(ranks, exchange):
     assert on_ranks(3, many_rounds, exchange, ranks=ranks) == [True] * 3
 

@@ -134,5 +134,5 @@ def test_bad_ids_do_not_hide_what_ends_the_round(trouble, clock):
     assert yard.status(0)[:3] == [trouble, 1 << 24 | yard.dispatch_slots.layer << 2, 0b10]
     assert yard.launchers[0].host_status[0].tolist() == yard.status(0)
     out_TH = torch.zeros_like(batch.x_TH)
-    yard.launchers[0].combine(yard.dispatch_slots, slots_TW, None, out_TH)
+    yard.launchers[0].sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=False)
     assert bool(out_TH.isnan().all())

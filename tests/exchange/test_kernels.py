@@ -7,6 +7,7 @@ import torch
 
 from tests.exchange import interpreter
 from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
+from tests.products import product
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.transports.one_sided.cuda import launch, operands
@@ -19,7 +20,10 @@ pytestmark = interpreter.only_without_gpu
 interpreter.install()
 
 
-@pytest.fixture(params=[True, False], ids=["whole", "assigned"])
+WHOLE = {"whole": True, "assigned": False}
+
+
+@pytest.fixture(params=WHOLE.values(), ids=WHOLE)
 def whole(request, monkeypatch):
     """A batch in one launch, or with `assign` before it."""
     monkeypatch.setattr(launch, "LONGEST_WHOLE", 64 if request.param else -1)
@@ -90,9 +94,9 @@ WIRES = [
 ]
 
 
-@pytest.mark.parametrize(("wire", "dtype"), WIRES)
-@pytest.mark.parametrize("hidden_size", [1, 33, 200])
-def test_rows_arrive_in_every_wire(wire, dtype, hidden_size, monkeypatch):
+@pytest.mark.parametrize(("wire_and_dtype", "hidden_size"), product(WIRES, [1, 33, 200]))
+def test_rows_arrive_in_every_wire(wire_and_dtype, hidden_size, monkeypatch):
+    wire, dtype = wire_and_dtype
     monkeypatch.setattr(launch, "LONGEST_WHOLE", -1 if hidden_size == 33 else 64)
     spec = make_exchange_spec(2, wire=wire, dtype=getattr(torch, dtype), hidden_size=hidden_size)
     batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 1)]
@@ -123,7 +127,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "whole"), product(SHAPES.keys(), WHOLE), indirect=["whole"])
 def test_rows_arrive_for_every_shape(shape, whole):
     sizes = {"tokens": 3} | SHAPES[shape]
     world, tokens = sizes.pop("world"), sizes.pop("tokens")
@@ -231,12 +235,12 @@ def test_several_ranks_may_share_a_launch(whole):
     yard.launchers[0].place(yard.dispatch_slots, torch.cat(results), dense=False)
     assert yard.same_regions("combine")
     out_TH = torch.empty(9, 8, dtype=torch.bfloat16)
-    yard.launchers[0].combine(yard.dispatch_slots, slots_TW, None, out_TH, waits=False)
+    yard.launchers[0].sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=False, waits=False)
     expected = [yard.pulled_by_twin(rank, batch.ids_TK) for rank, batch in enumerate(batches)]
     assert same_bits(out_TH, torch.cat(expected))
 
 
-@pytest.mark.parametrize("sms", [1, 3])
+@pytest.mark.parametrize(("sms", "whole"), product([1, 3], WHOLE), indirect=["whole"])
 def test_few_multiprocessors_move_the_same_bytes(sms, whole, monkeypatch):
     """Fewer blocks than rows, chunks, results and tiles: each of them does several."""
     grids = []
@@ -307,7 +311,7 @@ def test_rows_may_come_encoded(wire):
     assert wrong == []
 
 
-@pytest.mark.parametrize("bad", [5, 1000, -2, 2**31 - 1])
+@pytest.mark.parametrize(("bad", "whole"), product([5, 1000, -2, 2**31 - 1], WHOLE), indirect=["whole"])
 def test_ids_that_no_expert_has_go_nowhere_and_are_reported(bad, whole):
     spec = make_exchange_spec(2, hidden_size=4)
     batches = [make_batch(spec, 3, seed=rank) for rank in range(2)]
@@ -383,9 +387,9 @@ def taken(yard, counts):
     return torch.cat([torch.arange(n) + source * most for source, n in enumerate(counts.tolist())])
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["dense", "by slot"])
-@pytest.mark.parametrize(("wire", "dtype", "result", "terms"), COMBINES)
-def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
+@pytest.mark.parametrize(("combine", "dense"), product(COMBINES, {"dense": True, "by slot": False}))
+def test_results_come_home_in_every_wire(combine, dense):
+    wire, dtype, result, terms = combine
     hidden_size = 33 if dense else 130
     spec = make_exchange_spec(
         2, combine_wire=wire, dtype=getattr(torch, dtype), wire=short(dtype), hidden_size=hidden_size
@@ -420,10 +424,12 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
         assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
 
 
-@pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
-@pytest.mark.parametrize(("terms", "ends"), [(1, False), (2, False), (2, True)])
-def test_few_multiprocessors_sum_while_what_is_added_is_computed(terms, ends, wire, monkeypatch):
+@pytest.mark.parametrize(
+    ("terms_and_ends", "wire"), product([(1, False), (2, False), (2, True)], ["bf16", "mxfp8"])
+)
+def test_few_multiprocessors_sum_while_what_is_added_is_computed(terms_and_ends, wire, monkeypatch):
     """They sum in float32, until the terms are there; then all of them finish. The same bits come of it."""
+    terms, ends = terms_and_ends
     spec = make_exchange_spec(2, hidden_size=2200, combine_wire=wire, max_tokens=80)
     yard = VirtualRanks(spec, sms=2)
     batches = [make_batch(spec, tokens, seed=tokens) for tokens in (66, 23)]
@@ -555,12 +561,15 @@ def test_a_round_that_failed_comes_home_as_nan():
     yard.words(0)[STATUS] = int(Trouble.FAILED)
     for placed in (torch.zeros(2, 4), None):
         out_TH = torch.zeros(2, 4, dtype=torch.bfloat16)
-        yard.launchers[0].combine(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), placed, out_TH)
+        if placed is not None:
+            yard.launchers[0].place(yard.dispatch_slots, placed, dense=True)
+        slots_TW, just_placed = slots_twin(spec, batch.ids_TK, 0), placed is not None
+        yard.launchers[0].sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=just_placed)
         assert bool(out_TH.isnan().all())
     assert yard.words(0)[COMBINED] == 0
     assert yard.flags(0, phase=1).tolist() == [0]
     yard.words(0)[STATUS] = int(Trouble.BAD_IDS)  # which ends nothing
-    yard.launchers[0].combine(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), None, out_TH)
+    yard.launchers[0].sum(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), out_TH, just_placed=False)
     assert not bool(out_TH.isnan().any())
     assert yard.words(0)[COMBINED] == 1
 
@@ -577,7 +586,9 @@ def test_a_small_combine_meets_the_others_itself():
             launcher.place(yard.dispatch_slots, rows_RH, dense=True)
         yard.launchers[0].signal_and_wait(yard.dispatch_slots.layer, Phase.COMBINE, waits=False)
         out_TH = torch.empty(2, 4)
-        yard.launchers[1].combine(yard.dispatch_slots, slots_twin(spec, batches[1].ids_TK, 1), None, out_TH)
+        yard.launchers[1].sum(
+            yard.dispatch_slots, slots_twin(spec, batches[1].ids_TK, 1), out_TH, just_placed=False
+        )
         assert same_bits(out_TH, yard.pulled_by_twin(1, batches[1].ids_TK))
         assert yard.words(1)[COMBINED] == turn + 1
         assert (

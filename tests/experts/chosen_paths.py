@@ -15,10 +15,11 @@ from collections import defaultdict
 import torch
 
 import tokenyard as ty
+from docs.generate.kernel_paths import GPUS
 from tests.experts.recorded_launches import GPU, arriving, pretend_hopper
 from tokenyard import gpu_kernels
 from tokenyard.experts import ExpertsSpec, FusedExperts, activation
-from tokenyard.experts.fused import launch, paths, prepared
+from tokenyard.experts.fused import launch, prepared
 from tokenyard.formats import weight_format
 
 # H and I: multiples of 128, of 8, and neither.
@@ -59,7 +60,7 @@ def main() -> None:
     chosen: dict[str, dict[str, set]] = defaultdict(lambda: defaultdict(set))
     seen: list[str] = []
     gpu_kernels.Recorder.add = lambda self, kernel, args, options: seen.append(kernel_of(kernel, options))
-    for gpu, capability in paths.GPUS.items():
+    for gpu, capability in GPUS.items():
         torch.cuda.get_device_capability = lambda device=None, found=capability: found
         launch.starts_early.cache_clear()
         for spec, multiple, inner, wire in layers():

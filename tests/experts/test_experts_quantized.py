@@ -15,6 +15,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
+from tests.products import product
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, excess, random_weights, run_case, same_bits
 from tokenyard.conformance.experts_bound import draw_batch, exact
@@ -60,7 +61,7 @@ def drawn(seed: int, weights: str):
 
 @every_class
 @every_format
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_any_shape_is_within_the_bound_of_a_bf16_product(cls, weights, part):
     """300 shapes for each class, and finishing by hand gives the bits of finalizing."""
     for seed in range(30 * part, 30 * part + 30):
@@ -222,9 +223,9 @@ def mxint4_experts(hidden_size: int, intermediate_size: int) -> tuple[ExpertsSpe
     return layer, plain.quantize("mxint4")
 
 
-@pytest.mark.parametrize("tokens", [1, 33])
-@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(512, 7168), (7168, 512)])
-def test_39315_mxint4_kernel_against_reference_against_float32(tokens, hidden_size, intermediate_size):
+@pytest.mark.parametrize(("tokens", "sizes"), product([1, 33], [(512, 7168), (7168, 512)]))
+def test_39315_mxint4_kernel_against_reference_against_float32(tokens, sizes):
+    hidden_size, intermediate_size = sizes
     draw = torch.Generator().manual_seed(tokens)
     layer, weights = mxint4_experts(hidden_size, intermediate_size)
     x_TH = torch.randn(tokens, hidden_size, generator=draw).bfloat16()

@@ -13,6 +13,7 @@ import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
+from tests.products import product
 from tokenyard.errors import InputError, PlanError
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import ExpertWeights, FusedExperts, ReferenceExperts
@@ -28,10 +29,10 @@ def run(case: FusedCase) -> torch.Tensor:
     return check_case(case, FusedExperts(case.spec, case.held))
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("weights", "rows"), declared_pairs())
-def test_any_shape_of_every_declared_pair(weights, rows):
-    for seed in range(1 if weights in ("fp16", "fp32") else 2):
-        run(drawn(weights, rows, seed))
+def test_any_shape_of_every_declared_pair(weights, rows, seed):
+    run(drawn(weights, rows, seed))
 
 
 CORNERS = {
@@ -201,8 +202,7 @@ def split_case(changes) -> FusedCase:
     return replace(FusedCase(weights="fp8_block128", R=23, K=2, L=2, routing="any"), **changes)
 
 
-@pytest.mark.parametrize("changes", SPLIT_LAYERS.values(), ids=SPLIT_LAYERS)
-@pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
+@pytest.mark.parametrize(("chosen", "changes"), product(SPLIT_CUTS, SPLIT_LAYERS))
 def test_second_products_of_split_numbers(chosen, changes):
     case = split_case(changes)
     experts = FusedExperts(case.spec, case.held)
@@ -222,8 +222,7 @@ CODED_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("changes", CODED_LAYERS.values(), ids=CODED_LAYERS)
-@pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
+@pytest.mark.parametrize(("chosen", "changes"), product(SPLIT_CUTS, CODED_LAYERS))
 def test_second_products_of_codes(chosen, changes):
     """Quantized once between the products: the numbers of the reference, and not those of two e4m3 numbers."""
     case = split_case({"inner": "fp8_block128", **changes})
@@ -239,8 +238,7 @@ def test_second_products_of_codes(chosen, changes):
     assert (exact - quantized).norm() > 2**-7 * quantized.norm()
 
 
-@pytest.mark.parametrize("inner", [None, "fp8_block128"])
-@pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
+@pytest.mark.parametrize(("chosen", "inner"), product(SPLIT_CUTS, [None, "fp8_block128"]))
 def test_nan_stays_in_its_row(chosen, inner):
     case = split_case({"rows": "bf16", "H": 40, "I": 130, "inner": inner})
     experts = FusedExperts(case.spec, case.held)
@@ -277,9 +275,10 @@ def contiguous_result(weights):
     return FusedExperts(case.spec, case.held)(case.received()).rows_RH
 
 
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
-@pytest.mark.parametrize("layout", [turned, spread])
-@pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
+@pytest.mark.parametrize(
+    ("weights", "layout", "adopt"),
+    product(WEIGHT_FORMATS.keys(), [turned, spread], {"copied": False, "adopted": True}),
+)
 def test_weights_that_are_not_contiguous(weights, layout, adopt):
     """Matrices, all that quantized ones are made of, and biases."""
     case = case_with_bias(weights)

@@ -94,7 +94,6 @@ CHOSEN = {
 @pytest.mark.parametrize(("case", "changes", "expected"), CHOSEN.values(), ids=CHOSEN)
 def test_which_weights_are_boxed(case, changes, expected, monkeypatch):
     spec, device = replace(case, **changes).spec, torch.device("cuda", 0)
-    monkeypatch.setattr(kernel_choice, "gluon_runs", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert kernel_choice.can_run_boxed(spec, device) == expected
     assert not kernel_choice.can_run_boxed(spec, torch.device("cpu"))
@@ -148,8 +147,7 @@ def test_kernels_read_boxes_with_the_same_bits(case, changes, tiles, boxed_on_a_
     experts.tile_configs = plain.tile_configs = tiles
     if tiles is not None and tiles.inner.tma:
         plain.tile_configs = TileConfigs(replace(tiles.inner, tma=False), replace(tiles.result, tma=False))
-        for name in ("_tma_inner", "_tma_result"):
-            monkeypatch.setattr(launch, name, None)
+        monkeypatch.setattr(launch, "tma_kernels", None)  # which no product of boxes may use
     assert same_bits(check_case(case, experts), plain(case.received()).rows_RH)
 
 

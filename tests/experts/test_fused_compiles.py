@@ -130,7 +130,7 @@ def kernels_of_e4m3(held):
 def kernels_of_row_blocks():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
     for hidden_size, columns, slots in ((264, 512, True), (2880, 1024, False), (7168, 1024, True)):
-        compiled(row_blocks.recode_rows, dict(
+        compiled(row_blocks.recode_rows, dict.fromkeys(("order_N", "tiles", "how_many", "max_tiles", "TOP_K")) | dict(
             H=hidden_size, HAS_SLOTS=slots, ROWS=1 if slots else 4, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
         compiled(row_blocks.decode_rows, dict(
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds | dict(numbers="*bf16"))
@@ -211,15 +211,13 @@ def packed_codes_kernel(first, runs, activation=0):
         PRODUCT=product, BEFORE=arguments.Counted(3, 4, 1), RUNS=runs, STAGES=4, EARLY=True, num_warps=4)
     grouped_kernel(packed_codes.packed_codes_product, groups, constants, others)
 
-def kernels_of_packed_codes():
+def packed_codes_helpers():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
     sizes = dict(H=264, TOP_K=4, HAS_SLOTS=True, ROWS=4, COLUMNS=512, EARLY=True)
-    compiled(row_blocks.place_rows, sizes, 4, kinds=kinds)
+    compiled(row_blocks.recode_rows, sizes, 4, kinds=kinds)
     sizes = dict(I=264, TILE=256, ITEMS=3, ROWS=4, COLUMNS=512, POWERS=True, EARLY=True)
     compiled(fp8_split.round_numbers, sizes, 4, kinds=dict(
         numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
-    packed_codes_kernel(True, 3, epilogues.SWIGLU_CLAMPED.value)
-    packed_codes_kernel(False, 1)
 
 def packed_numbers_kernel(kind, spans, first, units, widths, stages, activation=0, plain=False):
     bias, slots, scale = (None, None, None) if plain else ("*bf16", "*i64", "*fp32" if spans == 4 else None)
@@ -239,18 +237,12 @@ def packed_numbers_kernel(kind, spans, first, units, widths, stages, activation=
     constants = dict(PRODUCT=product, BEFORE=arguments.Counted(2), TILES=tiles, EARLY=True, num_warps=4)
     grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
 
-def specialized_codes():
-    specialized_kernel(8, 384, 256, 128, (16,), epilogues.SWIGLU_CLAMPED.value)
-    specialized_kernel(8, 384, 128, 32, (16, 32), plain=True)
-
 def specialized_numbers():
     specialized_kernel(16, 328, 200, 128, (), epilogues.SWIGLU_CLAMPED.value)
     specialized_kernel(16, 320, 200, 128, (16,), epilogues.SWIGLU_CLAMPED.value, interleaved=True)
-    specialized_kernel(16, 264, 136, 16, (16,))
 
 def specialized_boxes():
     # Of an even number of boxes beside each other, and of an odd one.
-    specialized_kernel(16, 384, 256, 16, (16,), boxed=True)
     specialized_kernel(16, 384, 256, 128, (16,), epilogues.SWIGLU_CLAMPED.value, boxed=True)
     specialized_kernel(8, 384, 384, 16, (16,), boxed=True)
     specialized_kernel(8, 384, 256, 128, (16,), plain=True, boxed=True)
@@ -277,28 +269,36 @@ def plain_boxes():
     product(rows_first.rows_first_result_tile, codes, narrow, None, weights, second, 8)
 
 """
+# Every kernel is compiled in `make test`, in the variant that compiles soonest.
 CALLS = {
     "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
     "mxfp4, the second product": "packed_kernel(1, 2, False, ((8, 0),), 1)",
-    "mxfp4, many warps": "packed_kernel(1, 2, True, ((32, 0), (64, 0)), 1, warps=16)",
-    "nvfp4, few rows": "packed_kernel(1, 4, True, ((8, 0), (16, 0)), 2, warps=4)",
-    "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
     "plain": "plain_kernels()",
-    "numbers split in two of e4m3": "kernels_of_e4m3(fp8_split.FP8_SPLIT)",
     "codes of e4m3": "kernels_of_e4m3(fp8_split.CODES)",
-    "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(fp8_split.POWER_CODES)",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
     "matrices by TMA": "tma_kernels()",
     "packed weights as blocks": "expanding_kernels()",
-    "packed weights as codes": "kernels_of_packed_codes()",
+    "beside packed weights as codes": "packed_codes_helpers()",
+    "packed weights as codes, the second product": "packed_codes_kernel(False, 1)",
+    "mxint4 by warps that load": "packed_numbers_kernel(0, 2, True, 1, (16,), 3, plain=True)",
+    "warps that load, and warps that multiply e4m3": "specialized_kernel(8, 384, 128, 32, (16, 32), plain=True)",
+    "warps that load, and warps that multiply bf16": "specialized_kernel(16, 264, 136, 16, (16,))",
+    "warps that load weights in boxes": "specialized_kernel(16, 384, 256, 16, (16,), boxed=True)",
+}
+LONG_CALLS = {
+    "mxfp4, many warps": "packed_kernel(1, 2, True, ((32, 0), (64, 0)), 1, warps=16)",
+    "nvfp4, few rows": "packed_kernel(1, 4, True, ((8, 0), (16, 0)), 2, warps=4)",
+    "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
+    "numbers split in two of e4m3": "kernels_of_e4m3(fp8_split.FP8_SPLIT)",
+    "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(fp8_split.POWER_CODES)",
+    "packed weights as codes, the first product": "packed_codes_kernel(True, 3, epilogues.SWIGLU_CLAMPED.value)",
     "mxfp4 by warps that load": "packed_numbers_kernel(1, 2, True, 2, (32, 64), 3, 4)",
     "nvfp4 by warps that load": "packed_numbers_kernel(1, 4, False, 1, (64, 128), 3)",
-    "mxint4 by warps that load": "packed_numbers_kernel(0, 2, True, 1, (16,), 3, plain=True)",
     "mxfp4 as in the tile table, the first product": "packed_numbers_kernel(1, 2, True, *TABLE)",
     "mxfp4 as in the tile table, the second": "packed_numbers_kernel(1, 2, False, *TABLE)",
-    "warps that load, and warps that multiply e4m3": "specialized_codes()",
-    "warps that load, and warps that multiply bf16": "specialized_numbers()",
-    "warps that load weights in boxes": "specialized_boxes()",
+    "long tiles of e4m3": "specialized_kernel(8, 384, 256, 128, (16,), epilogues.SWIGLU_CLAMPED.value)",
+    "long tiles of bf16": "specialized_numbers()",
+    "long tiles of weights in boxes": "specialized_boxes()",
     "weights in boxes": "plain_boxes()",
 }
 
@@ -330,7 +330,13 @@ def compiler():
         process.wait(timeout=60)
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(pytest.param(call, id=name) for name, call in CALLS.items()),
+        *(pytest.param(call, id=name, marks=pytest.mark.long) for name, call in LONG_CALLS.items()),
+    ],
+)
 def test_kernels_compile_for_hopper(call, compiler):
     compiler.stdin.write(call + "\n")
     compiler.stdin.flush()

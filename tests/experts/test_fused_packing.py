@@ -53,7 +53,9 @@ def test_every_code_survives(name):
 
 def decoded(packed: packing.PackedMatrix) -> np.ndarray:
     """What the instructions of the kernels make of all matrices, `[L, lines, width]`: each thread's, put in place."""
-    unpacking = pytest.importorskip("tokenyard.experts.fused.kernels.unpacking")
+    pytest.importorskip("triton")
+    from tokenyard.experts.fused.kernels import unpacking
+
     experts, outputs, inputs = packed.shape
     lines, width = packing.padded(outputs, 64), packing.padded(inputs, 128)
     blocks, steps = experts * lines // 64, width // 128
@@ -105,7 +107,9 @@ def test_instructions_find_the_weights_of_their_thread(name, gated, interleaved)
 @pytest.mark.parametrize(("gated", "interleaved"), LAYOUTS)
 def test_instructions_find_the_codes_of_their_thread(gated, interleaved):
     """Numbers times rows of permuted inputs: exact, if no scale of a line is too small."""
-    unpacking = pytest.importorskip("tokenyard.experts.fused.kernels.unpacking")
+    pytest.importorskip("triton")
+    from tokenyard.experts.fused.kernels import unpacking
+
     outputs, inputs, experts = 100, 160, 2
     matrix = matrix_of("mxfp4", experts, outputs, inputs, seed=4)
     matrix.payloads["data"].copy_(torch.randint(0, 256, matrix.payloads["data"].shape, dtype=torch.uint8))

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from docs.generate.kernel_paths import PATHS
 from tests.experts.chosen_paths import ROWS
-from tokenyard.experts.fused import paths
+from tokenyard.experts.fused.paths import Path, of_call, of_product
 from tokenyard.experts.fused.tile_configs import (
     CodesTileConfig,
     NumbersTileConfig,
@@ -20,7 +21,7 @@ from tokenyard.experts.fused.tile_configs import (
 # Kernels that compute no product.
 OTHERS = {
     *("sort_pairs", "count_chunks", "place_chunks", "sum_rows", "round_numbers"),
-    *("recode_rows", "decode_rows", "place_rows"),
+    *("recode_rows", "decode_rows"),
 }
 
 
@@ -34,7 +35,7 @@ def chosen():
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("path", paths.PATHS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PATHS, ids=lambda chosen: chosen.path.value)
 def test_each_path_is_chosen_by_what_the_table_says(path, chosen):
     found = [chosen[kernel] for kernel in path.kernels]
 
@@ -50,33 +51,33 @@ def test_each_path_is_chosen_by_what_the_table_says(path, chosen):
 
 
 def test_no_other_kernel_computes_products(chosen):
-    assert chosen.keys() - OTHERS == {kernel for path in paths.PATHS for kernel in path.kernels}
+    assert chosen.keys() - OTHERS == {kernel for path in PATHS for kernel in path.kernels}
 
 
 PLAIN, SPECIALIZED = TileConfig(64, 16, 128, 4, 3), TileConfig(256, 128, 64, 8, 4, specialized=True)
 CALLS = [
-    (PLAIN, False, True, paths.PRODUCTS),
-    (SPECIALIZED, False, True, paths.SPECIALIZED),
-    (SPECIALIZED, False, False, paths.PRODUCTS),
-    (SPECIALIZED, True, True, paths.EXPANDED),
-    (PackedTileConfig(((8, 0),), 1, 2, 4, 8), True, False, paths.PACKED),
-    (NumbersTileConfig(2, (16,), 4), True, False, paths.PACKED_NUMBERS),
-    (CodesTileConfig(2, 4), True, True, paths.PACKED_CODES),
+    (PLAIN, False, True, Path.PRODUCTS),
+    (SPECIALIZED, False, True, Path.SPECIALIZED),
+    (SPECIALIZED, False, False, Path.PRODUCTS),
+    (SPECIALIZED, True, True, Path.EXPANDED),
+    (PackedTileConfig(((8, 0),), 1, 2, 4, 8), True, False, Path.PACKED),
+    (NumbersTileConfig(2, (16,), 4), True, False, Path.PACKED_NUMBERS),
+    (CodesTileConfig(2, 4), True, True, Path.PACKED_CODES),
 ]
 
 
 @pytest.mark.parametrize(("config", "packed", "specialized", "path"), CALLS)
 def test_tiles_and_weights_choose_the_path_of_a_call(config, packed, specialized, path):
     tiles = TileConfigs(config, config)
-    assert paths.of_call(tiles, packed=packed, specialized=specialized) is path
+    assert of_call(tiles, packed=packed, specialized=specialized) is path
 
 
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_product_has_the_path_that_its_tiles_want_where_it_is_possible(tma, blocks):
     def chosen(**flags):
-        return paths.of_product(TileConfig(256, 128, 64, 8, 4, **flags), tma=tma, blocks=blocks)
+        return of_product(TileConfig(256, 128, 64, 8, 4, **flags), tma=tma, blocks=blocks)
 
-    assert chosen() is paths.PRODUCTS
-    assert chosen(tma=True) is (paths.TMA if tma else paths.PRODUCTS)
-    assert chosen(rows_first=True) is (paths.ROWS_FIRST if blocks else paths.PRODUCTS)
+    assert chosen() is Path.PRODUCTS
+    assert chosen(tma=True) is (Path.TMA if tma else Path.PRODUCTS)
+    assert chosen(rows_first=True) is (Path.ROWS_FIRST if blocks else Path.PRODUCTS)

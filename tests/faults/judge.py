@@ -113,7 +113,7 @@ def _off(session, fault, expected, entry, role="other"):
     if expected.names and entry["names"] != [fault.victim] and not left:
         off.append(f"names ranks {entry['names']}; expected [{fault.victim}]")
     phase = entry["place"]["phase"] if expected.phase == "here" else expected.phase
-    last_word = session.paranoid and entry["phase"] == f"the last word of {phase}"
+    last_word = session.paranoid and entry["phase"] == f"the end of {phase}"
     if phase is not None and entry["phase"] != phase and not last_word:
         off.append(f"names phase {entry['phase']}; expected {phase}")
     if expected.layer and entry["layer"] != entry["place"]["layer"]:

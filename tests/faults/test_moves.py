@@ -11,7 +11,7 @@ from tests.faults import moves
 
 # Killed while it copies, and when all have heard that it is ready; one that comes; while a rank comes, and while one
 # leaves.
-@pytest.mark.parametrize("seed", [1, 3, 20, 23, 39, 58])
+@pytest.mark.parametrize("seed", [1, 39, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 20, 23, 58))])
 def test_those_that_are_left_have_one_placement_and_right_results(seed):
     trial = moves.draw(seed)
     said, was_hit = moves.run(trial)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import named
+from tests.products import product
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "named-cpu.json"
@@ -13,8 +14,7 @@ PAGE = ROOT / "docs" / "guide" / "faults.md"
 WRONG = ("unnamed", "innocent", "different")
 
 
-@pytest.mark.parametrize("job", named.JOBS)
-@pytest.mark.parametrize("seed", [3, 8])
+@pytest.mark.parametrize(("job", "seed"), product(named.JOBS, [3, 8]))
 def test_only_the_victim_is_named(job, seed):
     trial = named.draw(seed, [job])
     assert [text for name, text in named.findings(trial, named.run(trial)) if name in WRONG] == []

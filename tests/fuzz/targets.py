@@ -109,7 +109,7 @@ def layers(draw):
         top_k=draw(mostly(st.integers(1, 4), SIZES)),
         max_tokens=draw(st.one_of(st.none(), SIZES)),
         dtype=draw(mostly(st.just(torch.bfloat16), st.just(torch.float32))),
-        wire=draw(mostly(st.sampled_from([None, "mxfp8", "fp8_block128"]), FORMATS)),
+        wire=draw(mostly(st.sampled_from([None, "mxfp8", "fp8_block128"]), ROW_FORMATS)),
         combine_wire=draw(mostly(st.none(), ROW_FORMATS)),
         expert_rows=draw(mostly(st.none(), ROW_FORMATS)),
         experts=draw(mostly(st.sampled_from(["grouped", "reference"]), st.just("self_routing"), TEXTS)),

@@ -41,7 +41,7 @@ class RoundTrip:
         slots_TW = self.launcher.dispatch(crossing, self.x_TH, self.ids_TK, self.weights_TK, {}, waits=waits)
         for slots, results_SH in zip(self.received, self.results, strict=True):
             results_SH.copy_(decoded(self.exchange_spec, slots))
-        self.launcher.combine(crossing, slots_TW, None, self.out_TH, waits=waits)
+        self.launcher.sum(crossing, slots_TW, self.out_TH, just_placed=False, waits=waits)
 
 
 def decoded(exchange_spec, slots):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from tests.models import raised
+from tests.products import product
 from tokenyard.errors import ConcurrentUse, GroupError, PeerLost, RankError
 from tokenyard.exchange import EXCHANGES
 from tokenyard.group import readmission
@@ -33,8 +34,8 @@ def late_to_a_barrier(group, late, deadline):
     return type(error).__name__, error.peers, str(error)
 
 
-@both_kinds
-@pytest.mark.parametrize("late", [0.3, 0.6])  # within the second in which ranks answer
+# Late within the second in which ranks answer.
+@pytest.mark.parametrize(("ranks", "late"), product(["threads", "processes"], [0.3, 0.6]))
 def test_a_rank_that_is_late_by_less_than_a_second_is_named_by_all(ranks, late):
     for name, peers, text in ty.launch(3, late_to_a_barrier, late, 0.6, ranks=ranks, deadline=20):
         assert (name, peers) == ("PeerLost", (1,)), text
@@ -83,7 +84,10 @@ def killed_in_a_call(group, exchange, folder):
     (folder / str(group.rank)).write_text(json.dumps([error.peers, str(error)]))
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    "exchange",
+    [name if name == "one_sided" else pytest.param(name, marks=pytest.mark.long) for name in EXCHANGES],
+)
 def test_a_killed_process_is_said_to_have_ended(exchange, tmp_path):
     with pytest.raises(RankError, match="exit code -9"):
         ty.launch(3, killed_in_a_call, exchange, tmp_path, ranks="processes", deadline=20)
@@ -163,7 +167,9 @@ def dies_while_subgroups_are_made(group, folder, delay):
         time.sleep(1.5)  # it lives on: nobody may blame it
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.11, 0.2])
+@pytest.mark.parametrize(
+    "delay", [0.11, *(pytest.param(delay, marks=pytest.mark.long) for delay in (0.05, 0.2))]
+)
 def test_only_who_was_killed_while_subgroups_are_made_is_named(delay, tmp_path):
     with pytest.raises(RankError, match="exit code -9"):
         ty.launch(4, dies_while_subgroups_are_made, tmp_path, delay, ranks="processes", deadline=20)

@@ -277,7 +277,9 @@ def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
     (thread,) = thread_groups(1)
     for group in (first, thread):
         for wrong in (0, -1, True, 1.5, "2", None):
-            with pytest.raises(InputError, match="ranks are to be taken in; expected a number of ranks"):
+            with pytest.raises(
+                InputError, match=r"the number of fresh ranks is .*; expected a number of ranks"
+            ):
                 group.admit(wrong)
         filled = []
         group._fill = lambda empty, seconds, check=None, filled=filled: filled.append((list(empty), seconds))
@@ -401,7 +403,7 @@ def test_no_group_is_made_where_the_store_does_not_answer(pair, monkeypatch):
 def test_nccl_takes_in_nobody_and_a_group_that_was_closed_shares_no_memory_of_a_gpu(pair):
     first, _ = pair()
     first._carrier = torch.device("cuda")
-    assert "group 'pair' is one of NCCL" in str(raised(first.readmit, [1]))
+    assert "group 'pair' uses NCCL" in str(raised(first.readmit, [1]))
     first.device = torch.device("cuda")
     first.close()
     assert "is broken: it was closed" in str(raised(first.share_memory, 8))

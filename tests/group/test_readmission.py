@@ -82,7 +82,13 @@ def lives(group, exchange, losses):
     return outcomes
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        name if name in ("one_sided", "hierarchical") else pytest.param(name, marks=pytest.mark.long)
+        for name in EXCHANGES
+    ],
+)
 def test_killed_replaced_and_bitwise_as_before(exchange):
     losses = [1, 0, 1]
     results = ty.launch(3, lives, exchange, losses, ranks="processes", deadline=20, replacements=len(losses))

@@ -131,7 +131,7 @@ def test_each_question_may_take_as_long_as_a_look_may_however_many_ranks_there_a
 def cut_off(group):
     store = group._detector._store = CutOff()
     store.mended.clear()
-    expected = r"cannot find each other: the group's store does not answer.*start the others anew"
+    expected = r"cannot find each other: the group's store does not answer.*start the others again"
     with pytest.raises(GroupError, match=expected):
         group.subgroup([0, 1])
     with pytest.raises(GroupError, match=expected):

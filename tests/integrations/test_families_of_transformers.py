@@ -1,7 +1,8 @@
 """Every family of Transformers that has experts is known here, or is refused in one way, wherever a config is read.
 
 Models are built on the meta device, with the sizes of their config class and few layers, and their checkpoints are
-headers before files without content: nothing is computed, and nothing is read.
+headers before files without content: nothing is computed, and nothing is read. `make test` looks at some families, and
+`make test-all` at all of them: their configs take seconds to import.
 """
 
 import warnings
@@ -46,6 +47,7 @@ REPORTED = (
     "laguna",
     "aria_text",
 )
+SOME = (*REPORTED, "dbrx", "nemotron_h", "llama4_text", "jamba", "dots1")
 # A checkpoint of a family whose model this Transformers does not build from a config.
 DBRX = {"transformer.blocks.0.ffn.experts.mlp.w1": (64, 32), "transformer.wte.weight": (100, 32)}
 
@@ -64,16 +66,17 @@ def counts_experts(values):
     )
 
 
-def families():
-    """The model types whose configs have experts, and that `FAMILIES` does not hold."""
-    for name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
-        config = config_of(name)
-        has_experts = config is not None and counts_experts(config.to_dict())
-        if has_experts and config.get_text_config().model_type not in FAMILIES:
-            yield name
+def is_unknown(name):
+    """Whether the configs of a model type have experts, and `FAMILIES` does not hold it."""
+    config = config_of(name)
+    has_experts = config is not None and counts_experts(config.to_dict())
+    return has_experts and config.get_text_config().model_type not in FAMILIES
 
 
-UNKNOWN = list(families())
+@pytest.fixture(scope="module")
+def unknown():
+    """All of them."""
+    return list(filter(is_unknown, transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES))
 
 
 def model_of(name):
@@ -116,21 +119,47 @@ def check(error, name):
     assert "did you mean" not in error.fix
 
 
-def test_the_families_are_those_of_transformers():
-    assert set(REPORTED) | {"dbrx", "nemotron_h", "llama4_text", "jamba", "dots1"} <= set(UNKNOWN)
-    assert len(UNKNOWN) > 50
+@pytest.mark.parametrize("name", SOME)
+def test_a_family_of_transformers_that_is_not_known(name):
+    assert is_unknown(name)
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.long
+def test_the_families_are_those_of_transformers(unknown):
+    assert set(SOME) <= set(unknown)
+    assert len(unknown) > 50
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_the_config_is_refused(name):
+    check_config(name)
+
+
+@pytest.mark.long
+def test_all_configs_are_refused(unknown):
+    for name in unknown:
+        check_config(name)
+
+
+def check_config(name):
     values = config_of(name).to_dict()
     if "text_config" not in values and "thinker_config" in values:
         values = values["thinker_config"]  # a model of two models
     check(raised(layers_from_config, values), name)
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("name", SOME)
 def test_model_and_checkpoint_are_refused(name, tmp_path):
+    check_model_and_checkpoint(name, tmp_path)
+
+
+@pytest.mark.long
+def test_all_models_and_checkpoints_are_refused(unknown, tmp_path):
+    for name in unknown:
+        check_model_and_checkpoint(name, tmp_path / name)
+
+
+def check_model_and_checkpoint(name, path):
     model = model_of(name)
     if model is None:
         assert name not in REPORTED
@@ -146,7 +175,7 @@ def test_model_and_checkpoint_are_refused(name, tmp_path):
         if modules:
             with experts_left_out():
                 check(raised(model_of, name), name)
-    folder = save(tmp_path, config_of(name), tensors)
+    folder = save(path, config_of(name), tensors)
 
     def rank_main(group):
         return raised(shard_experts, model, group), raised(load_sharded, folder, group)
@@ -156,7 +185,7 @@ def test_model_and_checkpoint_are_refused(name, tmp_path):
     inspected = call("inspect", folder, "--json")
     assert any(words in inspected.stdout for words in refusals(name))
     if inspected.exit_code:
-        out = tmp_path / "out"
+        out = path / "out"
         for command in (("inspect", folder), ("convert", folder, "--weights", "mxfp8", "--out", out)):
             result = call(*command)
             assert result.exit_code == 2
@@ -188,8 +217,18 @@ NOT_BUILT = ("dbrx", "deepseek_ocr2", "qwen3_5_moe", "qwen4_exp", "llama4")
 IGNORING = ["doge", "jetmoe", "llama4_text", "longcat_flash", "nllb-moe", "step3p7", "switch_transformers"]
 
 
-@pytest.mark.parametrize("name", [*UNKNOWN, *(name for name in FAMILIES if config_of(name) is not None)])
+@pytest.mark.parametrize("name", [*SOME, *(name for name in FAMILIES if config_of(name) is not None)])
 def test_a_name_that_is_accepted_is_used(name):
+    check_name_is_used(name)
+
+
+@pytest.mark.long
+def test_all_names_that_are_accepted_are_used(unknown):
+    for name in unknown:
+        check_name_is_used(name)
+
+
+def check_name_is_used(name):
     """Every experts module then calls `tokenyard_experts`, which computes, or refuses the family by its name."""
     model = named(name)
     if model is None:
@@ -217,8 +256,9 @@ def test_a_name_that_is_accepted_is_used(name):
         check(raised(asking[0], *hidden, torch.ones(3, 2, device="meta")), name)
 
 
-def test_families_that_ignore_the_name_are_still_those():
-    assert {name for name in UNKNOWN if isinstance(named(name), InputError)} == set(IGNORING)
+@pytest.mark.long
+def test_families_that_ignore_the_name_are_still_those(unknown):
+    assert {name for name in unknown if isinstance(named(name), InputError)} == set(IGNORING)
 
 
 def small_llama4():

@@ -1,5 +1,6 @@
 """Ranks as processes: the same tokens, and no more memory than a rank has to have."""
 
+import pytest
 import torch
 
 from tests.integrations.transformers_models import generated, logits_of, tiny_model
@@ -27,6 +28,7 @@ def saved(folder, family, dtype=torch.float32, **changes):
     return folder
 
 
+@pytest.mark.long  # ranks that are threads do the same in the other files, and in docs/guide/transformers.md
 def test_processes_generate_what_one_rank_does_and_hold_their_share(tmp_path):
     """One test, since importing Transformers takes each process seconds."""
     folders = {family: saved(tmp_path / family, family) for family in MODELS}

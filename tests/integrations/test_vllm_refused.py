@@ -34,7 +34,7 @@ def test_experts_that_leave_the_sum_to_finalize(vllm, kind, shape):
 TWICE = {
     "summed rows, said not to be": ("Contiguous", "[R, H]", "would be reduced twice"),
     "summed rows, and it is left open": ("Delegate", "[R, H]", "would be reduced twice"),
-    "rows per choice, said to be summed": ("NoOP", "[R, K, H]", "nobody would do it"),
+    "rows per choice, said to be summed": ("NoOP", "[R, K, H]", "nothing sums it later"),
     "batches per expert": ("NaiveBatched", "[R, K, H]", "does not say who weights and reduces"),
 }
 

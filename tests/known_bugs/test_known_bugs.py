@@ -83,7 +83,7 @@ def test_mutants_of_exchanges_die_between_hosts_too():
 
 def test_the_page_holds_every_bug_and_nothing_else():
     expected = page.frame({bug.id: page.section(bug, "") for bug in KNOWN_BUGS})
-    found = re.sub(r"^(```text .*\n)(?s:.*?)^```$", r"\1\n```", page.PAGE.read_text(), flags=re.M)
+    found = re.sub(r"^(Caught by .*?: “).*”$", r"\1”", page.PAGE.read_text(), flags=re.M)
     assert found == expected, "run: python -m tests.known_bugs.page"
 
 

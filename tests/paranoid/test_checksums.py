@@ -35,7 +35,7 @@ def test_rows_in_the_order_of_ranks_and_tokens_are_believed():
         (1, [0, 3, 6], "row 1 from rank 0 is token 3 of round 6: it was left there"),
         (2, [2, 0, 8], "row 0 from rank 2 is token 0 of round 8"),
         (2, [0, 1, 7], "row 0 from rank 2 is token 1 of rank 0"),
-        (2, [-1, -1, -1], "row 0 from rank 2 is an unused slot: nobody wrote it in round 7"),
+        (2, [-1, -1, -1], "row 0 from rank 2 is an unused slot: no rank wrote it in round 7"),
     ],
 )
 def test_the_first_row_that_does_not_belong_there_is_named(row, head, words):
@@ -50,7 +50,7 @@ def test_the_first_row_that_does_not_belong_there_is_named(row, head, words):
 
 def test_other_rows_than_were_announced_are_no_batch():
     received = SimpleNamespace(counts_W=(2, 0))
-    with pytest.raises(Corrupted, match="3 rows are here, and 2 were announced"):
+    with pytest.raises(Corrupted, match="3 rows arrived, and 2 were announced"):
         check_out(SPEC, 0, 7, received, torch.zeros(3, 5, dtype=torch.int64))
 
 

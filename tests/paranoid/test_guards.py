@@ -133,7 +133,7 @@ def writes_results_of_others(group):
 
 
 def test_a_rank_that_writes_where_it_may_only_read_is_found_out_in_the_next_round():
-    words = ["of region 'combine' was written after this rank's results stood there"]
+    words = ["of region 'combine' was written after this rank's results were there"]
     by_rank = on_ranks(3, writes_results_of_others)
     check_alarm(by_rank, [VICTIM], place="combine", source=None, token=None, words=words)
 

@@ -40,7 +40,7 @@ def falls_asleep_between_two(group, folder):
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_who_gave_up_first_is_not_blamed(ranks, tmp_path):
     found = ty.launch(3, falls_asleep_between_two, tmp_path, ranks=ranks, deadline=60)
-    assert found[0] == ((LOST,), "the last word of combine", True)
+    assert found[0] == ((LOST,), "the end of combine", True)
     assert found[1] == ((LOST,), "combine", True)
 
 
@@ -51,7 +51,7 @@ def leaves_before_the_last_word(group, exchange):
     gather = group.all_gather
 
     def gather_but_the_last_word(mine, *, phase):
-        if group.rank == LOST and phase == "the last word of combine":
+        if group.rank == LOST and phase == "the end of combine":
             raise ZeroDivisionError
         return gather(mine, phase=phase)
 
@@ -66,4 +66,4 @@ def leaves_before_the_last_word(group, exchange):
 @pytest.mark.parametrize("exchange", WATCHED)
 def test_who_says_no_last_word_is_lost(exchange):
     found = ty.launch(3, leaves_before_the_last_word, exchange, deadline=20)
-    assert found == [((LOST,), "the last word of combine")] * 2 + [(None, None)]
+    assert found == [((LOST,), "the end of combine")] * 2 + [(None, None)]

@@ -34,6 +34,7 @@ def paranoid(monkeypatch):
 
 
 # Handles, growth and many rounds are below, on layers that are paranoid by argument.
+@pytest.mark.long  # the other tests of this file are the short ones
 @every_exchange
 def test_every_exchange_passes_its_suite(paranoid, exchange):
     assert_passed(check_exchange(exchange, ranks="threads", world=3, rounds=4))

@@ -151,7 +151,7 @@ def dropped(group, exchange):
 
 @pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])
 def test_a_row_that_was_dropped(exchange):
-    words = ["nobody wrote it in round 2"] if exchange == "one_sided" else ["not the one that belongs there"]
+    words = ["no rank wrote it in round 2"] if exchange == "one_sided" else ["not the one that belongs there"]
     token = None if exchange == "one_sided" else "some"
     check_alarm(on_ranks(3, dropped, exchange), [VICTIM], place="order", token=token, words=words)
 

@@ -569,7 +569,7 @@ def test_experts_that_route_by_themselves_do_not_renormalize_without_a_word():
 @pytest.mark.parametrize("group", [4, None, thread_groups(2)], ids=["a number", "nothing", "all groups"])
 def test_a_plan_is_made_with_a_group(group):
     with pytest.raises(
-        InputError, match=r"expected a Group.*fix: call plan inside a function that `launch` runs"
+        InputError, match=r"expected a Group.*fix: call it inside a function that `launch` runs"
     ):
         ty.plan([spec()], group)
 

@@ -38,7 +38,7 @@ def attempts(group, exchange):
     def attempt(name, make, method="combine", layer="moe"):
         built, flight = dispatched_and_result(plan, layer, x_TH, routes)
         result = built.experts(flight.received)
-        error = raised(getattr(plan.exchange, method), flight, make(built, flight, result))
+        error = raised(getattr(flight, method), make(built, flight, result))
         found[name] = f"{type(error).__name__}: {error}"
 
     attempt("unfinalized rows", lambda built, flight, result: built.experts(flight.received, finalize=False))

@@ -9,12 +9,14 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
+from tests.products import on_threads_and_processes, product
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import EXCHANGES
 
-both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
-every_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
+every_exchange_on_both_kinds = pytest.mark.parametrize(
+    ("exchange", "ranks"), on_threads_and_processes(EXCHANGES)
+)
 
 # A 4-bit body and an unquantized prediction head is the ordinary case; the rest is harder.
 LAYERS = [
@@ -46,8 +48,7 @@ def all_layers(group, exchange):
     return right, plan.draft.dispatch_bytes, plan.draft.combine_bytes
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_42976_layers_of_different_formats_shapes_top_k_and_experts_in_one_plan(ranks, exchange):
     each = [ty.draft([layer], 3, exchange=exchange) for layer in LAYERS]
     for right, dispatch_bytes, combine_bytes in on_ranks(3, all_layers, exchange, ranks=ranks):
@@ -74,8 +75,7 @@ def pipeline_stages(group, exchange):
     return len(right), all(right)
 
 
-@both_kinds
-@every_exchange
+@every_exchange_on_both_kinds
 def test_42976_two_groups_with_different_numbers_of_layers_and_plans_do_not_deadlock(ranks, exchange):
     results = on_ranks(4, pipeline_stages, exchange, ranks=ranks)
     assert results == [(4, True), (4, True), (20, True), (20, True)]
@@ -134,8 +134,7 @@ def stages_that_grow(group):
     return len(right), all(right)
 
 
-@both_kinds
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize(("ranks", "world"), product(["threads", "processes"], [8, 4]))
 def test_42976_pipeline_stages_that_grow_a_different_number_of_times_do_not_wait_for_each_other(ranks, world):
     results = on_ranks(world, stages_that_grow, ranks=ranks, deadline=60)
     assert results == [(2, True)] * (world // 2) + [(6, True)] * (world // 2)

@@ -113,7 +113,7 @@ def test_a_file_that_stands_where_memory_was_announced_is_not_mapped(tmp_path):
         file.truncate(100)
         inode = os.fstat(file.fileno()).st_ino
         for announced, nbytes in ((inode + 1, 100), (inode, 101)):
-            with pytest.raises(OSError, match="another file stands there"):
+            with pytest.raises(OSError, match="it is another file"):
                 shared_memory._map(os.getpid(), file.fileno(), announced, nbytes)
         assert shared_memory._map(os.getpid(), file.fileno(), inode, 100).shape == (100,)
 
@@ -133,7 +133,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_of_the_system():
         inode = os.fstat(sealed).st_ino
         assert shared_memory._map(os.getpid(), sealed, inode, 4096).shape == (4096,)
         for wrong in ((inode, 4097), (inode + 1, 4096)):
-            with pytest.raises(OSError, match="another file stands there"):
+            with pytest.raises(OSError, match="it is another file"):
                 shared_memory._map(os.getpid(), sealed, *wrong)
         gc.collect()  # what is mapped cannot be sealed
         fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)

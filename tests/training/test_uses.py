@@ -10,6 +10,7 @@ import tokenyard as ty
 from tests.models import on_ranks
 from tests.training.batches import Training, differing, errors, trained
 from tokenyard.layer import overlapped
+from tokenyard.routing import ROUTERS, SoftmaxRouter
 
 CASE = Training(trained(dtype=torch.float32, bias=True))
 
@@ -37,13 +38,18 @@ def checkpointed(layer, x_TH, routes):
     return checkpoint(layer, x_TH, routes, use_reentrant=False)
 
 
+def reentrant(layer, x_TH, routes):
+    """The other kind of checkpointing, whose first forward has no graph."""
+    return checkpoint(layer, x_TH, routes, use_reentrant=True)
+
+
 def started(layer, x_TH, routes):
     pending = layer.start(x_TH, routes)
     pending.compute()
     return pending.finish()
 
 
-@pytest.mark.parametrize("call", [checkpointed, started])
+@pytest.mark.parametrize("call", [checkpointed, reentrant, started])
 def test_other_ways_to_call_give_the_same_bits_and_count_the_load_once(call):
     plain = on_ranks(2, called, plainly)
     other = on_ranks(2, called, call)
@@ -51,6 +57,21 @@ def test_other_ways_to_call_give_the_same_bits_and_count_the_load_once(call):
         assert differing(one, two) == []
         assert load == same_load
         assert left == 0
+
+
+def extended(group):
+    """A plan that grows between a forward and its backward."""
+    plan, layer = CASE.make(group)
+    x_TH, routes, _, dy_TH = CASE.inputs(group)
+    y_TH = layer(x_TH, routes)
+    plan.extend([replace(CASE.spec, name="other", hidden_size=128)])
+    y_TH.backward(dy_TH)
+    return {"y": y_TH.detach()} | gradients(layer, x_TH, routes)
+
+
+def test_a_plan_may_grow_while_a_backward_is_due():
+    for (plain, *_), found in zip(on_ranks(2, called, plainly), on_ranks(2, extended), strict=True):
+        assert differing(plain, found) == []
 
 
 def in_parts(layer, x_TH, routes):
@@ -148,6 +169,33 @@ def test_shared_experts_and_what_is_added_are_differentiated():
     for found, due in on_ranks(2, with_terms):
         assert torch.equal(found["add"], due["add"])
         assert max(errors(found, {name: tensor.double() for name, tensor in due.items()}).values()) < 1e-6
+
+
+def routed(group, router):
+    """The gradient of logits that the layer routes by itself, and what the oracle gives."""
+    case = Training(trained(dtype=torch.float32, router=router), tokens=16)
+    logits_TE = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    routes = router(logits_TE)
+    case.__dict__["batch"] = (
+        case.batch[0], routes.topk_ids_TK.long(), routes.topk_weights_TK.detach(), case.batch[3]
+    )  # fmt: skip
+    weights_TK = case.oracle["weights"].float()
+    (due_TE,) = torch.autograd.grad(routes.topk_weights_TK, logits_TE, weights_TK)
+    token_T = case.mine(group)
+    mine_TE = logits_TE.detach()[token_T].requires_grad_()
+    x_TH, _, _, dy_TH = case.inputs(group)
+    _, layer = case.make(group)
+    layer(x_TH, mine_TE).backward(dy_TH)
+    return errors({"logits": mine_TE.grad}, {"logits": due_TE[token_T].double()})["logits"]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [SoftmaxRouter(2, renormalize=True), SoftmaxRouter(2, renormalize=False), ROUTERS["grouped_sigmoid"](2)],
+    ids=str,
+)
+def test_the_gradient_of_logits_goes_through_the_router_of_the_layer(router):
+    assert max(on_ranks(2, routed, router)) < 1e-5
 
 
 def mixed(group, way):

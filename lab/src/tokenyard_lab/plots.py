@@ -285,3 +285,39 @@ def draw_soak(document: dict[str, Any], path: Path) -> None:
             f"round trips, {counts['checked']:,} results checked, {counts['lost']:,} ranks killed and replaced",
             fontsize=10,
         )
+
+
+# -- Training on several numbers of ranks ------------------------------------------------------------------------
+
+
+def draw_losses(document: dict[str, Any], path: Path) -> None:
+    """Draw a document of `tokenyard_lab.cli.same_bits`: losses, and how far they are from those on one rank."""
+    runs: list[dict[str, Any]] = document["results"]
+    recipe = document["recipe"]
+    caption = f"{recipe['shape']['experts']} experts, {recipe['batch']} sequences a step, float32"
+    with _figure(path, 11.0, 4.8, caption, _machine(document)) as figure:
+        left, right = figure.subplots(1, 2)
+        for number, (way, name) in enumerate(document["ways"].items()):
+            alone, *others = [run for run in runs if run["way"] == way]
+            if number == 0:
+                for place, run in enumerate([alone, *others]):  # one line within the other
+                    width = 1.2 * (len(others) - place) + 1
+                    left.plot(run["losses"], color=_color(place), linewidth=width, label=_ranks(run["ranks"]))
+            for place, run in enumerate(others):
+                apart = [
+                    abs(loss - other) for loss, other in zip(run["losses"], alone["losses"], strict=True)
+                ]
+                label = name if place == 0 else None
+                right.plot(apart, color=_color(number), linewidth=1, label=label, zorder=3 - number)
+        left.set_title('Loss with sum="choices": all runs are one line', fontsize=11)
+        left.legend(frameon=False, fontsize=9, title="ranks")
+        right.set_yscale("symlog", linthresh=1e-9)
+        right.set_ylim(bottom=-2e-10)
+        right.set_title("Difference to the loss on one rank", fontsize=11)
+        right.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 0.04))
+        for axes in (left, right):
+            axes.set_xlabel("step")
+
+
+def _ranks(stages: list[int]) -> str:
+    return ", then ".join(map(str, stages))

@@ -263,8 +263,8 @@ grid = dispatch_cells.dispatch_grid([2], [3], ["bf16", "mxfp8"])
 cells = [c for c in grid if c.launch == dispatch_cells.ALL_RANKS]
 right = measure(cells)
 pull = Launcher._pull
-def wrong(self, crossing, home, slots_TW, out_TH, *rest, **more):
-    pull(self, crossing, home, slots_TW, out_TH, *rest, **more)
+def wrong(self, layer, home_slots, out_TH, *rest, **more):
+    pull(self, layer, home_slots, out_TH, *rest, **more)
     out_TH[0, 0] += 1
 Launcher._pull = wrong
 print(json.dumps([right, measure(cells), len(runs)]))

@@ -423,10 +423,10 @@ layer_cuda.ROTATION = 2
 def measure(cells):
     machine = machine_rates.Machine(device=cpu, name="CPU", clock=clock, rates=rates)
     return [asdict(record) for record in experts.measure_experts(cells, kind=experts.FUSED, machine=machine)]
-right = measure(grid())
+right = measure(grid({cases}))
 shape = Case(hidden_size=128, intermediate_size=64, num_experts=4, local_experts=2, top_k=2,
              weights=("bf16", "fp8_block128"), sizes=(3,), tokens_a_rank=True)
-cells = cells_of(shape) + grid(known=tuple(MODELS))[:2]
+cells = cells_of(shape) + grid(known=tuple(MODELS))[:{models}]
 def measure_layers(cells):
     machine = machine_rates.Machine(device=cpu, name="CPU", clock=clock, rates=rates, rested=rested)
     found = layer_cuda.measure_layer(cells, machine)
@@ -444,17 +444,29 @@ print(json.dumps([rates.read, rates.product, sums, right, layers, bad]))
 """
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    return run_interpreted(INTERPRETED)
+# All formats are in the first cases.
+FEW_CASES, ALL_CASES = ["A", "B", "C"], list(CASES)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(FEW_CASES, id="few cases"),
+        pytest.param(ALL_CASES, id="all cases", marks=pytest.mark.long),
+    ],
+)
+def interpreted(request):
+    models = 0 if request.param == FEW_CASES else 2
+    script = INTERPRETED.replace("{cases}", str(request.param)).replace("{models}", str(models))
+    return request.param, run_interpreted(script)
 
 
 def test_cells_are_checked_and_timed(interpreted):
-    read, product, sums, right, *_ = interpreted
+    cases, (read, product, sums, right, *_) = interpreted
     assert read == 16 * 4 * 16 * 1024 / 42
     assert product == 2 * 32**3 / 42
     assert sums == [16 * 1024] * 3
-    assert len(right) == 3 + 2 + 1 + 1 + 3 + 3 + 1
+    assert len(right) == (3 + 2 + 1 if cases == FEW_CASES else 3 + 2 + 1 + 1 + 3 + 3 + 1)
     for record in right:
         assert record["note"] == ""
         assert record["ours"]["median"] == 42 / 2
@@ -475,11 +487,14 @@ def test_cells_are_checked_and_timed(interpreted):
 
 
 def test_layers_are_checked_and_timed(interpreted):
-    *_, layers, _ = interpreted
+    cases, (*_, layers, _) = interpreted
+    measured = 2 if cases == FEW_CASES else 4
     wholes, alone = ([pair[place] for pair in layers] for place in range(2))
     given = [(record["parameters"]["weights"], record["details"]["wire"]) for record in wholes]
-    assert given == [("bf16",) * 2, ("fp8_block128",) * 2, ("fp8_block128",) * 2, ("mxfp4", "mxfp8")]
-    assert [record["parameters"].get("case") for record in wholes] == [None, None, "FLASH", "FLASH"]
+    expected = [("bf16",) * 2, ("fp8_block128",) * 2, ("fp8_block128",) * 2, ("mxfp4", "mxfp8")]
+    assert given == expected[:measured]
+    names = [record["parameters"].get("case") for record in wholes]
+    assert names == [None, None, "FLASH", "FLASH"][:measured]
     for whole, rows in zip(wholes, alone, strict=True):
         assert (whole["parameters"]["measured"], rows["parameters"]["measured"]) == (
             "whole layer",
@@ -505,7 +520,7 @@ def test_a_layer_stands_beside_a_peer_with_links():
 
 
 def test_a_wrong_kernel_has_no_speed(interpreted):
-    bad = interpreted[-1]
+    bad = interpreted[1][-1]
     assert len(bad) == 2
     for record in bad:
         assert record["ours"] is None

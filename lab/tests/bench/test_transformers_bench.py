@@ -33,6 +33,7 @@ TINY = Workload(
 HAS_PEER = tuple(map(int, transformers.__version__.split(".")[:2])) >= OLDEST_PEER
 
 
+@pytest.mark.long  # all layouts, on processes that import Transformers; the command has its test below
 def test_a_small_run():
     if not HAS_PEER:
         with pytest.raises(InputError, match=r"expected 5\.19 or newer"):

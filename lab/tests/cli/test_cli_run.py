@@ -175,6 +175,7 @@ def test_an_error_under_torchrun_is_one_document():
     assert done.returncode != 0
 
 
+@pytest.mark.long  # the README's example is the short one
 def test_under_torchrun_each_process_is_a_rank(random_model):
     done = under_torchrun("--model", random_model, "--problems", 3, "--max-new-tokens", 3)
     document = json.loads(done.stdout)  # one document, from rank 0

@@ -11,20 +11,25 @@ from tests.cli.test_interrupts import Command, check_it_ends_in_time, started
 
 folder = interrupts.folder
 
+# With processes, and in a command without ranks.
 MOMENTS = [
-    ("run", Command.has_forkserver, 0.5),
     ("run --problems 500", Command.has_ranks, 1.0),
+    ("bench experts --rounds 5000", Command.measures, 1.0),
+]
+LONG_MOMENTS = [
+    ("run", Command.has_forkserver, 0.5),
     ("eval --kind threads", Command.has_folder, 1.0),
     ("soak", Command.has_ranks, 1.0),
     ("soak --threads", Command.has_folder, 1.0),
     ("bench dispatch", Command.has_forkserver, 0.0),
     ("bench dispatch --rounds 5000", Command.has_ranks, 1.0),
-    ("bench experts --rounds 5000", Command.measures, 1.0),
 ]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "ready", "seconds"), MOMENTS, ids=lambda value: getattr(value, "__name__", str(value))
+    ("arguments", "ready", "seconds"),
+    [*MOMENTS, *(pytest.param(*moment, marks=pytest.mark.long) for moment in LONG_MOMENTS)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_an_interrupted_command_ends_in_time_with_a_line_and_leaves_nothing(
     arguments, ready, seconds, folder

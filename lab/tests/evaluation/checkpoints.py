@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from lab.training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
+from tokenyard_lab.training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 
 def save_random_model(folder):

@@ -1,7 +1,7 @@
 """Ranks on several hosts, which torchrun starts: the same bits as on one, and an end in time when a link is cut.
 
-Hosts are network namespaces with a link each (`tokenyard_lab.hosts`). `make test` tells one story with everything in it
-once; TOKENYARD_FAULTS=20 (`make test-faults`) cuts links twenty times more, of any host, at any moment.
+Hosts are network namespaces with a link each (`tokenyard_lab.hosts`). `make test` cuts one link; `make test-all` tells
+one story with everything in it; TOKENYARD_FAULTS=20 (`make test-faults`) cuts twenty links, of any host, at any moment.
 """
 
 import json
@@ -202,6 +202,7 @@ def check_losses(folder, ranks_by_host, losses, logs):
 
 
 @needs_hosts
+@pytest.mark.long
 def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_who_is_lost(tmp_path):
     interfaces = set(psutil.net_if_addrs())
     (tmp_path / "losses.json").write_text(json.dumps(LOSSES))
@@ -233,6 +234,7 @@ def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_who_is_lost(tmp_pa
 
 
 @needs_hosts
+@pytest.mark.long
 def test_a_model_answers_on_two_hosts_under_torchrun(tmp_path):
     """As the guide says. `auto` would take `two_sided`: no two ranks share a host here."""
     program = ["-m", "tokenyard", "run", "--problems", "2", "--exchange", "hierarchical"]
@@ -242,6 +244,23 @@ def test_a_model_answers_on_two_hosts_under_torchrun(tmp_path):
     assert "on 2 ranks" in first.log
     assert "problems are right" not in second.log
     assert "hierarchical" in first.log
+
+
+@needs_hosts
+@pytest.mark.parametrize("seed", range(TIMES))
+def test_a_link_is_cut_at_any_moment(seed, tmp_path):
+    draw = random.Random(seed)
+    ranks_by_host = draw.choice([[2, 2], [1, 1, 1], [2, 1, 1], [1, 2, 1]])
+    host = draw.randrange(len(ranks_by_host))
+    strike = [host, draw.choice(["silent", "down"]), draw.choice(EXCHANGES), seed]
+    (tmp_path / "cut.json").write_text(json.dumps(strike))
+    interfaces = set(psutil.net_if_addrs())
+    reports = run_job(tmp_path, ranks_by_host, "cut", interface=draw.choice(["eth0", None]))
+    logs = "\n".join(report.log for report in reports)
+    found = found_by_rank(tmp_path, sum(ranks_by_host), "cut", logs)
+    check_cut(found, ranks_by_host, host, strike[2])
+    assert all(report.status != 0 for report in reports), logs
+    check_nothing_is_left(reports, interfaces)
 
 
 if TIMES > 1:
@@ -267,20 +286,4 @@ if TIMES > 1:
         interfaces = set(psutil.net_if_addrs())
         reports = run_job(tmp_path, [2, 2, 2], "losses", start=start_ranks)
         check_losses(tmp_path, [2, 2, 2], losses, "\n".join(report.log for report in reports))
-        check_nothing_is_left(reports, interfaces)
-
-    @needs_hosts
-    @pytest.mark.parametrize("seed", range(TIMES))
-    def test_a_link_is_cut_at_any_moment(seed, tmp_path):
-        draw = random.Random(seed)
-        ranks_by_host = draw.choice([[2, 2], [1, 1, 1], [2, 1, 1], [1, 2, 1]])
-        host = draw.randrange(len(ranks_by_host))
-        strike = [host, draw.choice(["silent", "down"]), draw.choice(EXCHANGES), seed]
-        (tmp_path / "cut.json").write_text(json.dumps(strike))
-        interfaces = set(psutil.net_if_addrs())
-        reports = run_job(tmp_path, ranks_by_host, "cut", interface=draw.choice(["eth0", None]))
-        logs = "\n".join(report.log for report in reports)
-        found = found_by_rank(tmp_path, sum(ranks_by_host), "cut", logs)
-        check_cut(found, ranks_by_host, host, strike[2])
-        assert all(report.status != 0 for report in reports), logs
         check_nothing_is_left(reports, interfaces)

@@ -8,8 +8,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from lab.training.problems import held_out
-from lab.training.vocabulary import tokenizer_config, tokenizer_json
 from tokenyard.exchange import EXCHANGES, Pending, ResultsAtHome, TwoSidedTransport
 from tokenyard_lab.evaluation.cells import PROBES
 from tokenyard_lab.evaluation.decoding import answer, pad_left
@@ -18,6 +16,8 @@ from tokenyard_lab.evaluation.questions import Question, held_out_questions, is_
 from tokenyard_lab.evaluation.ranks import StartedRanks
 from tokenyard_lab.evaluation.table import Evaluation
 from tokenyard_lab.shipped import shipped_model
+from tokenyard_lab.training.problems import held_out
+from tokenyard_lab.training.vocabulary import tokenizer_config, tokenizer_json
 
 CPU = torch.device("cpu")
 QUESTIONS = held_out_questions(40)
@@ -110,6 +110,7 @@ class SummedAgain(ResultsAtHome):
         return self.home.by_rank()
 
 
+@pytest.mark.long  # tests/reports/test_41382.py has the fault; answers get worse in the test above, too
 def test_a_second_reduction_costs_more_than_ten_points_and_the_evaluation_says_so(monkeypatch):
     """Injected behind the back of the API. No error, no NaN: only the answers are worse."""
     monkeypatch.setitem(EXCHANGES, "reduces_again", ReducesAgain)

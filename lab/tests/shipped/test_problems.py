@@ -6,8 +6,11 @@ from itertools import islice
 
 import pytest
 
-from lab.training.arithmetic import LARGEST, result, step
-from lab.training.problems import (
+from tokenyard.errors import InputError
+from tokenyard_lab.evaluation.questions import held_out_questions
+from tokenyard_lab.shipped import held_out_problems
+from tokenyard_lab.training.arithmetic import LARGEST, result, step
+from tokenyard_lab.training.problems import (
     MOST_STEPS,
     SHIPPED,
     held_out,
@@ -17,10 +20,7 @@ from lab.training.problems import (
     skeleton,
     stream,
 )
-from lab.training.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
-from tokenyard.errors import InputError
-from tokenyard_lab.evaluation.questions import held_out_questions
-from tokenyard_lab.shipped import held_out_problems
+from tokenyard_lab.training.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
 
 # Some name tests, in every process that collects them; all take seconds to make.
 SOME = [*held_out(100), *islice(stream("training", seed=3), 100)]

@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from lab.training.problems import held_out
-from lab.training.vocabulary import END, PAD, encode, vocabulary
+from tokenyard_lab.training.problems import held_out
+from tokenyard_lab.training.vocabulary import END, PAD, encode, vocabulary
 
 
 @pytest.fixture(scope="module")
 def scripts():
     """The modules of the script."""
-    from lab.training import network, train
+    from tokenyard_lab.training import network, train
 
     return network, train
 

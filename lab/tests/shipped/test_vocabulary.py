@@ -5,8 +5,9 @@ from itertools import islice
 
 import pytest
 
-from lab.training.problems import held_out, stream
-from lab.training.vocabulary import (
+from tokenyard_lab.shipped import unknown_words
+from tokenyard_lab.training.problems import held_out, stream
+from tokenyard_lab.training.vocabulary import (
     END,
     PAD,
     UNKNOWN,
@@ -15,7 +16,6 @@ from lab.training.vocabulary import (
     tokenizer_json,
     vocabulary,
 )
-from tokenyard_lab.shipped import unknown_words
 
 PROBLEMS = [*held_out(100), *islice(stream("training", seed=5), 1000)]
 

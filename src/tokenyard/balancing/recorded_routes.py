@@ -1,9 +1,9 @@
-"""Record the routes of a run, write them to a safetensors file, read them again, and replay them.
+"""The recorded routes of a run: write them to a safetensors file, read them again, and replay them.
 
-A file holds four tensors for each layer. Tokens stand in the order of (step, source rank, token); a step is one call of
+A file holds four tensors for each layer. Tokens are in the order of (step, source rank, token); a step is one call of
 the layer, which all ranks make together.
 
-    LAYER.ids      int32 [tokens, K]     the experts that a token chose; -1 is nobody
+    LAYER.ids      int32 [tokens, K]     the experts that a token chose; -1 is no expert
     LAYER.weights  float32 [tokens, K]   their weights
     LAYER.counts   int32 [steps, W]      the tokens that each rank brought to each step
     LAYER.sizes    int64 [4]             experts, hidden size, intermediate size, bytes of one expert's weights
@@ -14,15 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.checkpoints import read_tensors, write_tensors
 from tokenyard.errors import InputError
-from tokenyard.group import Group
-from tokenyard.layer import MoELayer
 from tokenyard.routing import Placement, Routes
 
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "expert_bytes")
@@ -34,7 +31,7 @@ class RecordedRoutes:
     """The routes of one layer, from all ranks."""
 
     layer: str  # the name of the layer
-    ids_NK: Tensor  # int32: global ids of experts; -1 is nobody
+    ids_NK: Tensor  # int32: global ids of experts; -1 is no expert
     weights_NK: Tensor  # float32: the routing weights
     counts_SW: Tensor  # int32: the tokens of each rank in each step
     num_experts: int  # E
@@ -86,70 +83,6 @@ class RecordedRoutes:
             total += rank_NK[rank_NK >= 0].bincount(minlength=world)
         rows: list[int] = total.tolist()
         return rows
-
-
-class RouteRecorder:
-    """Keeps the routes of every call of some layers on this rank, until `remove` is called."""
-
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self._layers = layers
-        self._calls: dict[str, list[Routes]] = {layer.name: [] for layer in layers}
-        self._hooks = [layer.register_forward_pre_hook(self._keep) for layer in layers]
-
-    def _keep(self, layer: Any, arguments: tuple[Any, ...]) -> None:
-        _, routes = arguments
-        assert isinstance(routes, Routes)  # the layers of a Transformers model get routes, not logits
-        self._calls[layer.name].append(routes.to("cpu"))
-
-    def remove(self) -> None:
-        """Stop recording."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def gather(self, group: Group) -> list[RecordedRoutes]:
-        """The routes of all ranks, on every rank. Collective over the group."""
-        return [self._gather_layer(layer, group) for layer in self._layers]
-
-    def _gather_layer(self, layer: MoELayer, group: Group) -> RecordedRoutes:
-        calls, spec = self._calls[layer.name], layer.wiring.spec
-        by_rank = group.gather_json([routes.num_tokens for routes in calls], phase="recorded routes")
-        counts_SW = torch.tensor(by_rank, dtype=torch.int32).reshape(group.size, -1).t().contiguous()
-        none = torch.empty(0, spec.top_k)
-        gathered = []
-        for dtype, rows in (
-            (torch.int32, [routes.topk_ids_TK for routes in calls]),
-            (torch.float32, [routes.topk_weights_TK for routes in calls]),
-        ):
-            mine = torch.cat([none.to(dtype), *(part.to(dtype) for part in rows)])
-            every = group.all_gather_rows(
-                mine.view(torch.uint8).to(group.device),
-                counts_SW.sum(dim=0).tolist(),
-                phase="recorded routes",
-            )
-            gathered.append(every.cpu().view(dtype))
-        order_N = _by_step(counts_SW)
-        return RecordedRoutes(
-            layer=layer.name,
-            ids_NK=gathered[0][order_N],
-            weights_NK=gathered[1][order_N],
-            counts_SW=counts_SW,
-            num_experts=spec.num_experts,
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            expert_bytes=layer.experts.weights.nbytes // max(1, layer.experts.spec.num_local_experts),
-        )
-
-
-def _by_step(counts_SW: Tensor) -> Tensor:
-    """The index that brings tokens from the order of (rank, step) into the order of (step, rank).
-
-    >>> _by_step(torch.tensor([[1, 2], [2, 0]])).tolist()
-    [0, 3, 4, 1, 2]
-    """
-    steps, world = counts_SW.shape
-    counts_WS = counts_SW.t().long()
-    step_N = torch.arange(steps).repeat(world).repeat_interleave(counts_WS.flatten())
-    return step_N.argsort(stable=True)
 
 
 def write_routes(path: Path, recorded: Sequence[RecordedRoutes]) -> None:

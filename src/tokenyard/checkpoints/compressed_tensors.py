@@ -34,7 +34,7 @@ class CompressedTensorsLayout(Layout):
     """One of the formats of compressed-tensors."""
 
     method = "compressed-tensors"
-    beside: ClassVar[tuple[str, ...]] = (
+    unread: ClassVar[tuple[str, ...]] = (
         "input_global_scale",
         "input_scale",
         "input_zero_point",
@@ -152,7 +152,7 @@ class CompressedInt4(CompressedTensorsLayout):
     weights = "mxint4"
     config_format = "pack-quantized"
     tensors = data_and_scales(Stored("weight_packed", ("I32",), 8), Stored("weight_scale", ("BF16",), 32))
-    beside = (*CompressedTensorsLayout.beside, "weight_shape")
+    unread = (*CompressedTensorsLayout.unread, "weight_shape")
     written = (Piece("weight_shape", ("I64",), (2,)),)
     arguments = _arguments("int", 4, 32)
 
@@ -173,7 +173,7 @@ class CompressedFp8(CompressedTensorsLayout, DeepSeekFp8):
     """float-quantized, with a scale for each block of 128 x 128."""
 
     config_format = "float-quantized"
-    beside = CompressedTensorsLayout.beside
+    unread = CompressedTensorsLayout.unread
     scales = "weight_scale"
     arguments: ClassVar[Mapping[str, Any]] = {
         "num_bits": 8,

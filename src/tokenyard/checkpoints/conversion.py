@@ -171,11 +171,11 @@ def _reason(layer: CheckpointLayer, weights: str) -> str | None:
 
 
 def _check_all_plain(checkpoint: Checkpoint) -> None:
-    """Raise if tensors beside the experts are quantized already, because a config can declare only one quantization."""
+    """Raise if tensors other than experts' are quantized already: a config can declare only one quantization."""
     config = checkpoint.model
     if config.quantization:
         raise CheckpointError(
-            f"{config.file} has {config.quantized_as}, of weights beside the experts",
+            f"{config.file} has {config.quantized_as}, of other weights than those of experts",
             expected="a checkpoint that is plain as a whole: its config says one way of quantizing",
             fix="convert the checkpoint that this one was made from, or, if nothing is quantized, remove that entry",
             file=config.file,

@@ -12,7 +12,6 @@ with another name in its config, the model would be another one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from tokenyard.errors import CheckpointError, InputError, UnknownName, shown
 from tokenyard.experts import ACTIVATIONS, Activation
-from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
+from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter, is_scaling
 
 # The largest size that is accepted: a typing error in a config must not lead to huge allocations.
 _LARGEST = 2**31 - 1
@@ -60,20 +59,19 @@ class Config:
             raise self.wrong(key, value, f"a whole number from {least} to {most}", also=keys[1:])
         return int(value)
 
+    def _checked(self, key: str, fits: Callable[[Any], bool], expected: str) -> Any:
+        value = self.get(key)
+        if not fits(value):
+            raise self.wrong(key, value, expected)
+        return value
+
     def positive(self, key: str) -> float:
         """The value of a key that holds a finite number above 0."""
-        value = self.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value <= sys.float_info.max:
-            raise self.wrong(key, value, "a positive number")
-        return float(value)
+        return float(self._checked(key, is_scaling, "a positive number"))
 
     def flag(self, key: str) -> bool:
         """The value of a key that holds true or false."""
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return value
+        return bool(self._checked(key, lambda value: isinstance(value, bool), "true or false"))
 
     def choice(self, key: str, choices: Mapping[str, Any]) -> Any:
         """The entry of `choices` that the value of a key names."""
@@ -89,29 +87,23 @@ class Config:
             )
         return choices[value]
 
-    def indices(self, key: str) -> list[int]:
-        """The value of a key that holds a list of layer numbers; empty if the key is absent."""
-        value = self.get(key)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(_is_whole(index, 0) for index in value):
-            raise self.wrong(key, value, "a list of layer numbers")
-        return value
-
     def text(self, key: str) -> str:
         """The value of a key that holds a string."""
+        return str(self._checked(key, lambda value: isinstance(value, str), "a string"))
+
+    def _items(self, key: str, fits: Callable[[Any], bool], expected: str) -> list[Any] | None:
         value = self.get(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, "a string")
+        if value is not None and not (isinstance(value, list) and all(map(fits, value))):
+            raise self.wrong(key, value, expected)
         return value
+
+    def indices(self, key: str) -> list[int]:
+        """The value of a key that holds a list of layer numbers; empty if the key is absent."""
+        return self._items(key, lambda index: _is_whole(index, 0), "a list of layer numbers") or []
 
     def kinds(self, key: str) -> list[str] | None:
         """The value of a key that holds a list with the kind of each layer; None if the key is absent."""
-        value = self.get(key)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(kind, str) for kind in value)
-        ):
-            raise self.wrong(key, value, "a list with the kind of each layer")
-        return value
+        return self._items(key, lambda kind: isinstance(kind, str), "a list with the kind of each layer")
 
     def check_present(self) -> None:
         """Raise if a key that is present has a value that no reader takes; absent ones are left to who needs them."""

@@ -126,14 +126,14 @@ def parse_json(text: str) -> Any:
 
     >>> parse_json('{"experts": {"top_k": 2, "top_k": 8}}')
     Traceback (most recent call last):
-    ValueError: the name 'top_k' stands there twice
+    ValueError: the name 'top_k' is there twice
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise ValueError(f"the name {shown(name)} stands there twice")
+                raise ValueError(f"the name {shown(name)} is there twice")
             found[name] = value
         return found
 
@@ -228,7 +228,7 @@ def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int)
         if tensor.begin != end:
             gap = tensor.begin - end
             kind = "overlaps the one before" if gap < 0 else f"leaves {gap} bytes out"
-            raise _wrong(path, tensor.name, kind, "tensors one behind the other")
+            raise _wrong(path, tensor.name, kind, "tensors that follow each other without a gap")
         end += tensor.nbytes
     if end != size:
-        raise damaged(path, f"has {size - end} bytes behind its last tensor")
+        raise damaged(path, f"has {size - end} bytes after its last tensor")

@@ -55,11 +55,6 @@ class CheckpointLayer:
         """Whether w13 has a gate."""
         return self.projections.w13 != ("up_proj",)
 
-    @property
-    def w13_outputs(self) -> int:
-        """Rows of w13: 2I, or I without a gate."""
-        return (2 if self.gated else 1) * self.intermediate_size
-
     def sizes(self, projection: str) -> tuple[int, int]:
         """Outputs N and inputs D of a projection."""
         H, I = self.hidden_size, self.intermediate_size  # noqa: E741
@@ -283,7 +278,7 @@ def _check(
         name = tensor_name(layer.name, expert, projection, piece.suffix)
         raise found.error(
             f"tensor {name!r} is missing",
-            expected=f"it beside the other tensors of {layer.layout} experts",
+            expected=f"it with the other tensors of {layer.layout} experts",
             fix="check that all files of the checkpoint are there",
             tensor=name,
         )
@@ -299,11 +294,11 @@ def _check(
 
 def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
     """Raise if the experts have a tensor that is not part of the layout, and that nothing would read."""
-    known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
+    known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.unread}
     for (expert, _, suffix), tensor in found.tensors.items():
         if suffix not in known or (expert is None) != layer.layout.fused:
             names = ", ".join(sorted(filter(None, known)))
-            raise _wrong(tensor, f"{names}, as {layer.layout} has it: nobody would read this one")
+            raise _wrong(tensor, f"{names}, as {layer.layout} has it: no layer reads this tensor")
 
 
 def _wrong(tensor: StoredTensor, expected: str, why: str = "") -> CheckpointError:

@@ -63,8 +63,8 @@ class Layout(ABC):
     tensors: ClassVar[Mapping[str, Stored]]
     # Tensors that hold one number for a whole linear map, by the payload that each becomes.
     numbers: ClassVar[Mapping[str, Piece]] = {}
-    # Suffixes of tensors that files may hold beside the weights and that are not read, such as scales of activations.
-    beside: ClassVar[tuple[str, ...]] = ()
+    # Suffixes of tensors that files may hold and that are not read, such as scales of activations.
+    unread: ClassVar[tuple[str, ...]] = ()
     # Tensors of a linear map that are written and not read.
     written: ClassVar[tuple[Piece, ...]] = ()
     # Payloads that the files do not hold, and the value of all their elements.

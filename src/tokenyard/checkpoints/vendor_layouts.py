@@ -50,7 +50,7 @@ class DeepSeekFp8(Layout):
     method = "DeepSeek"
     weights = "fp8_block128"
     tensors: ClassVar[Mapping[str, Stored]] = {"data": Stored("weight", ("F8_E4M3",), 1)}
-    beside: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
+    unread: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
     # The suffix of the tensor that holds the scales.
     scales: ClassVar[str] = "weight_scale_inv"
 
@@ -127,7 +127,7 @@ class ModelOptNvfp4(Layout):
     weights = "nvfp4"
     tensors = data_and_scales(Stored("weight", ("U8",), 2), Stored("weight_scale", ("F8_E4M3",), 16))
     numbers: ClassVar[Mapping[str, Piece]] = {"global_factor": Piece("weight_scale_2", ("F32",), ())}
-    beside = ("input_scale",)
+    unread = ("input_scale",)
     constants: ClassVar[Mapping[str, float]] = {"global_scale": 1.0}
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
     from tokenyard.conformance.campaign import Cell, CheckedPart
     from tokenyard.conformance.cases import Case
+    from tokenyard.conformance.draws import RankKind
     from tokenyard.exchange import Transport
     from tokenyard.experts import Experts
     from tokenyard.formats import Format
 
-EXIT_OFF = 1
+EXIT_FAILED = 1
 # Findings shown below the grid; `--json` has all.
 _MOST_SHOWN = 12
 _MOST_NAMED = 5
@@ -53,7 +54,7 @@ def check(
     ),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Hold exchanges, formats and experts to their contract: your own classes, too."""
+    """Check that exchanges, formats and experts keep their contract: also classes of your own."""
     from tokenyard.group.forkserver import start_forkserver
 
     if ranks in ("processes", "both"):
@@ -83,13 +84,9 @@ def check(
     skipped |= {} if exchange else _not_running(exchanges, device)
     chosen_experts = [one for one in chosen_experts if one.name not in skipped]
     exchanges = [one for one in exchanges if one.name not in skipped]
+    wires = chosen_formats if moves else []
     campaign = Campaign(
-        exchanges=exchanges,
-        formats=chosen_formats if moves else [],
-        ranks=kinds,
-        cases=cases,
-        seed=seed,
-        device=device,
+        exchanges=exchanges, formats=wires, ranks=kinds, cases=cases, seed=seed, device=device
     )
     started = time.monotonic()
     drawn = campaign.draw()
@@ -98,14 +95,13 @@ def check(
     with progress_bar() as bar:
         task = bar.add_task("starting", total=steps + len(lone_formats) + len(chosen_experts))
 
-        def tell(what: str, steps: int) -> None:
+        def progress(what: str, steps: int) -> None:
             bar.update(task, description=what, advance=steps)
 
-        alone = check_parts(lone_formats, chosen_experts, device, tell)
-        moving, cells = campaign.run(drawn, tell, rounds)
+        alone = check_parts(lone_formats, chosen_experts, device, progress)
+        moving, cells = campaign.run(drawn, progress, rounds)
     seconds = time.monotonic() - started
-    only_cases = [case for _, case in drawn]
-    parts = [*moving, *alone]
+    only_cases, parts = [case for _, case in drawn], [*moving, *alone]
     named = [result for part in parts for result in part.results]
     passed = all(cell.ok for cell in cells) and all(result.passed for result in named)
     document = {
@@ -136,20 +132,19 @@ def check(
 
     Output(as_json).deliver(document, show)
     if not passed:
-        raise typer.Exit(EXIT_OFF)
+        raise typer.Exit(EXIT_FAILED)
 
 
 # -- Options -------------------------------------------------------------------------------------------------
 
 
-def _kinds(ranks: str) -> tuple[Literal["threads", "processes"], ...]:
-    if ranks == "both":
-        return ("threads", "processes")
-    if ranks == "threads":
-        return ("threads",)
-    if ranks == "processes":
-        return ("processes",)
-    raise InputError(f"--ranks {ranks}", expected="threads, processes or both", fix="choose one of them")
+def _kinds(ranks: str) -> list[RankKind]:
+    from tokenyard.conformance.draws import RankKind
+
+    chosen = [kind for kind in get_args(RankKind) if ranks in (kind, "both")]
+    if not chosen:
+        raise InputError(f"--ranks {ranks}", expected="threads, processes or both", fix="choose one of them")
+    return chosen
 
 
 def _not_running(parts: Sequence[type[Experts] | type[Transport]], device: str) -> dict[str, str]:
@@ -183,7 +178,7 @@ def _format(name: str) -> str | Format:
 
 
 def _check_names(kind: str, chosen: Sequence[Any], registered: Mapping[str, Any]) -> None:
-    """Raise if two classes have the same name: the grid could not tell them apart."""
+    """Raise if two classes have the same name: they would share a line of the grid."""
     known = dict(registered)
     for cls in chosen:
         if known.setdefault(cls.name, cls) is not cls:
@@ -204,16 +199,11 @@ def _cell_fields(cell: Cell) -> dict[str, Any]:
 
 def _check_fields(parts: list[CheckedPart]) -> list[dict[str, Any]]:
     """One entry per named check of each part."""
-    return [
-        {
-            "kind": part.kind,
-            "name": part.name,
-            **({"ranks": part.ranks} if part.ranks else {}),
-            **vars(result),
-        }
-        for part in parts
-        for result in part.results
-    ]
+    fields = []
+    for part in parts:
+        about = {"kind": part.kind, "name": part.name} | ({"ranks": part.ranks} if part.ranks else {})
+        fields += [about | vars(result) for result in part.results]
+    return fields
 
 
 def _show(out: Console, device: str, parts: list[CheckedPart], cells: list[Cell], cases: list[Case]) -> None:
@@ -281,13 +271,9 @@ def _show_histogram(cases: list[Case]) -> None:
     from tokenyard.conformance.campaign import share_of_large
     from tokenyard.conformance.draws import histogram
 
-    show_table(
-        ("", ""),
-        [
-            (name, "   ".join(f"{label}: {count}" for label, count in counts.items()))
-            for name, counts in histogram(cases).items()
-        ],
-        title=f"What was drawn: {len(cases)} cases, {share_of_large(cases):.0%} of them large "
-        "(W ≥ 4, H ≥ 2048, uneven T)",
-        show_header=False,
-    )
+    rows = [
+        (name, "   ".join(f"{label}: {count}" for label, count in counts.items()))
+        for name, counts in histogram(cases).items()
+    ]
+    large = f"{share_of_large(cases):.0%} of them large (W ≥ 4, H ≥ 2048, uneven T)"
+    show_table(("", ""), rows, title=f"What was drawn: {len(cases)} cases, {large}", show_header=False)

@@ -19,13 +19,7 @@ from tokenyard.cli.support import support
 from tokenyard.version import __version__
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "check": check,
-    "plan": plan,
-    "balance": balance,
-    "inspect": inspect,
-    "convert": convert,
-    "doctor": doctor,
-    "support": support,
+    command.__name__: command for command in (check, plan, balance, inspect, convert, doctor, support)
 }
 
 app = typer.Typer(

@@ -26,7 +26,7 @@ def convert(
     largest_file: int = option(5_000_000_000, "The most bytes that a file of weights may have.", min=1),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Quantize the routed experts of a checkpoint; everything else is copied. Others read the result, too."""
+    """Quantize the routed experts of a checkpoint; everything else is copied. Other libraries read the result, too."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from tokenyard.checkpoints import convert as convert_checkpoint
@@ -38,12 +38,12 @@ def convert(
     bar = Progress(*columns, console=console(stderr=True), disable=as_json)
     task = bar.add_task("reading", total=checkpoint.nbytes)
 
-    def tell(what: str, done: int, total: int) -> None:
+    def progress(what: str, done: int, total: int) -> None:
         bar.start()  # not before, so that errors come without a progress bar
         bar.update(task, description=what, completed=done, total=total)
 
     try:
-        written = convert_checkpoint(checkpoint, weights, out, largest_file=largest_file, progress=tell)
+        written = convert_checkpoint(checkpoint, weights, out, largest_file=largest_file, progress=progress)
     finally:
         bar.stop()
     seconds = time.monotonic() - started
@@ -90,5 +90,5 @@ def _show(written: Conversion, seconds: float) -> None:
     )
     say(
         f"{size(written.bytes_before)} became {size(written.bytes_after)}, in {seconds:.1f} s. The error is that of "
-        "the weights, |quantized - plain| / |plain|; what it costs in answers, `tokenyard eval` tells."
+        "the weights, |quantized - plain| / |plain|; `tokenyard eval` measures what it costs in answers."
     )

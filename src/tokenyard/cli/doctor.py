@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -46,7 +46,7 @@ def doctor(
     hosts: bool = option(False, "Under torchrun: whether its hosts can work together.", "--hosts"),
     as_json: bool = JSON_FLAG,
 ) -> None:
-    """Say what this machine can do, and why not the rest."""
+    """Show what this machine can do, and why not the rest."""
     refuse_override()
     findings = []
     if hosts:
@@ -57,10 +57,10 @@ def doctor(
         if group.rank != 0:
             return
     else:
-        status = console(stderr=True).status("looking around …")
+        status = console(stderr=True).status("examining this machine …")
         with status:
             for finding in examine():
-                status.update(f"looked at: {finding.section}, {finding.name} …")
+                status.update(f"examined: {finding.section}, {finding.name} …")
                 findings.append(finding)
     failed = [finding for finding in findings if finding.ok is False]
     document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
@@ -84,7 +84,7 @@ def _machine() -> Iterator[Finding]:
 
     reasons = {
         "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",
-        "transformers": "not installed: `run` and `eval` need it, and `bench experts` has nobody to compare with",
+        "transformers": "not installed: `run` and `eval` need it, and `bench experts` compares with it",
     }
     for name, version in versions().items():
         yield _here_or_absent("versions", name, version, reasons.get(name, "not installed"))
@@ -111,9 +111,8 @@ def _machine() -> Iterator[Finding]:
 
 def _here_or_absent(section: str, name: str, detail: str | None, why_not: str) -> Finding:
     """The finding for something optional: `detail` if the machine has it, else absent, with `why_not`."""
-    return Finding(
-        section=section, name=name, ok=True if detail else None, detail=detail or why_not, absent=not detail
-    )
+    here = True if detail else None
+    return Finding(section=section, name=name, ok=here, detail=detail or why_not, absent=not detail)
 
 
 def _formats() -> Iterator[Finding]:
@@ -136,7 +135,7 @@ def _formats() -> Iterator[Finding]:
 
 
 def _exchanges() -> Iterator[Finding]:
-    """Run a tiny layer through every exchange, on every kind of ranks that is here."""
+    """Run a tiny layer through every exchange, on every kind of ranks that this machine can start."""
     from tokenyard.exchange import EXCHANGES
 
     ranks: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")
@@ -168,14 +167,8 @@ def tiny_layer(group: Group, exchange: str) -> float:
     """Run a tiny layer on this rank; return the relative error of its result."""
     from tokenyard.conformance.cases import Case, run_case
 
-    case = Case(
-        tokens=(8,) * group.size,
-        hidden_size=32,
-        intermediate_size=16,
-        num_experts=6,
-        experts="grouped",
-        exchange=exchange,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_experts": 6}
+    case = Case(tokens=(8,) * group.size, **sizes, experts="grouped", exchange=exchange)
     return run_case(group, case).end_to_end_error
 
 
@@ -230,13 +223,12 @@ def _start_of_processes() -> Iterator[Finding]:
 
 
 def _vllm() -> Iterator[Finding]:
-    """Whether vLLM is there, and what the plugin would do in it. vLLM is not imported."""
+    """Whether vLLM is installed, and what the plugin would do in it. vLLM is not imported."""
     from tokenyard.integrations.vllm.plugin import installed_version
 
     version = installed_version()
-    yield _here_or_absent(
-        "vLLM", "vllm", version, "not installed: pip install '.[vllm]' in a clone of tokenyard"
-    )
+    why_not = "not installed: pip install '.[vllm]' in a clone of tokenyard"
+    yield _here_or_absent("vLLM", "vllm", version, why_not)
     if version is None:
         return
     ok, detail = _plugin(version)
@@ -247,14 +239,14 @@ def _plugin(version: str) -> tuple[bool | None, str]:
     """Whether the plugin would serve this version of vLLM, as the environment asks for it."""
     from tokenyard.integrations.vllm.plugin import is_found_by_vllm
     from tokenyard.integrations.vllm.refusals import VERSIONS, is_taken
-    from tokenyard.integrations.vllm.settings import MODE, settings
+    from tokenyard.integrations.vllm.settings import MODE, MODES, settings
 
     try:
         asked = settings()
     except TokenyardError as raised:
         return False, _in_one_line(raised)
     if asked is None:
-        return None, f"off; {MODE.name} turns it on: {MODE.values.replace('`', '')}"
+        return None, f"off; {MODE} turns it on: {' or '.join(MODES)}"
     if not is_found_by_vllm():
         why = "install tokenyard with pip, and let VLLM_PLUGINS have tokenyard if it is set"
         return False, f"vLLM does not find it: {why}"
@@ -301,6 +293,5 @@ def _verdict(findings: list[Finding]) -> tuple[str, str]:
     if failed:
         return f"tokenyard runs here in part. These failed: {names}.", "red"
     absent = [finding.name for finding in findings if finding.absent]
-    return "tokenyard runs here." + (
-        f" Not here, and not tried: {', '.join(absent)}." if absent else ""
-    ), "green"
+    not_tried = f" Not here, and not tried: {', '.join(absent)}." if absent else ""
+    return f"tokenyard runs here.{not_tried}", "green"

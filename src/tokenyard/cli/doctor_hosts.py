@@ -27,7 +27,7 @@ _PINGS = 5
 # A link beyond one of these limits is a finding. 100 Mbit/s: a row of 14 KB (H = 7168 in bf16) takes a millisecond.
 LEAST_RATE = 12.5e6  # bytes per second
 MOST_LATENCY = 0.005  # seconds, of one way
-# A link that is so many times slower than the median of all is a finding, too: every call waits for it.
+# A link that is slower than the median of all by more than this factor is a finding, too: every call waits for it.
 MOST_UNEVEN = 4.0
 # Seconds by which clocks may be apart. No wait uses them, but logs are compared by them.
 MOST_APART = 1.0
@@ -38,7 +38,7 @@ _MOST_OFF = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What one host measured of the way to another."""
+    """What one host measured of its connection to another."""
 
     source: str
     target: str

@@ -43,7 +43,10 @@ def end_on_interrupt() -> None:
 
 
 def describe_progress(describe: Callable[[], str]) -> None:
-    """Have the line of an interrupted command say what was done so far. `describe` must return at once."""
+    """Add what `describe` returns, on what was done so far, to the line of an interrupted command.
+
+    `describe` must return at once.
+    """
     _describe[:] = [describe]
 
 

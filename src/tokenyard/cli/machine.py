@@ -73,7 +73,7 @@ def git_commit() -> str | None:
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        # An installed package may lie inside somebody else's repository: there, git does not know this file.
+        # An installed package may be inside of another repository: there, git does not know this file.
         known = ["git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name]
         if subprocess.run(known, capture_output=True, timeout=10, check=False).returncode != 0:
             return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# The exit code of an error that the caller can mend, as for a wrong option.
+# The exit code of an error that the caller can fix, as for a wrong option.
 EXIT_ERROR = 2
 
 # The base class of what a wrong option raises. No module of typer that all versions have exports it.

@@ -35,12 +35,12 @@ def load_object(path: str) -> Any:
 
 
 def refuse_override() -> None:
-    """Raise if an environment variable overrides the exchange of every plan: figures would be of another exchange."""
+    """Raise if an environment variable overrides the exchange of every plan: results would be those of another one."""
     from tokenyard.planning.drafting import EXCHANGE_VARIABLE
 
     if name := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(
             f"{EXCHANGE_VARIABLE}={name}, which overrides the exchange of every plan",
-            expected="each exchange to be tried as itself",
+            expected="no override: each exchange is tried under its own name",
             fix=f"unset {EXCHANGE_VARIABLE}; --exchange chooses, where there is a choice",
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Literal
 
 from tokenyard.conformance.cases import Case
@@ -72,18 +73,12 @@ class Campaign:
 
     def cells(self) -> list[tuple[type[Transport], str | Format, RankKind]]:
         """Every exchange × kind of ranks × wire."""
-        return [
-            (exchange, wire, ranks)
-            for exchange in self.exchanges
-            for ranks in self.ranks
-            for wire in self.formats
-        ]
+        rows = product(self.exchanges, self.ranks, self.formats)
+        return [(exchange, wire, ranks) for exchange, ranks, wire in rows]
 
     def draw(self) -> list[tuple[int, Case]]:
         """All cases, each with the number of its cell."""
-        if not self.cells():
-            return []
-        return draw_cases(self.cases, self.seed, self.cells(), device=self.device)
+        return draw_cases(self.cases if self.cells() else 0, self.seed, self.cells(), device=self.device)
 
     def run(
         self, drawn: Sequence[tuple[int, Case]], progress: Progress, rounds: int | None = None

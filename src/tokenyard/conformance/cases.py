@@ -1,7 +1,7 @@
 """A case: one layer, one batch per rank, drawn from a seed, and the checks that its result must pass.
 
 A case is small plain data, so that it can be drawn, sent to processes, printed in a failure and run again.
-Exchange, formats and experts are given by name, or as somebody's own class or object. Every rank draws its own
+Exchange, formats and experts are names, or the user's own classes or objects. Every rank draws its own
 batch and the weights from the case's seed; nothing is passed around.
 
 Everything is drawn on the CPU, so that a seed gives the same bits everywhere. A layer runs on its group's device, and
@@ -26,7 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.oracle import Bound, oracle, relative_error
+from tokenyard.conformance.batch_data import DATA
+from tokenyard.conformance.oracle import Bound, bounded_oracle, oracle, relative_error
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Transport
 from tokenyard.experts import Experts, ExpertWeights, activation
@@ -42,8 +43,6 @@ from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement, Routes, placement_for
 
 RouteKind = Literal["uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"]
-# The numbers that rows hold, beside those that a model has; see `Case.batch`.
-DataKind = Literal["normal", "zeros", "tiny", "special", "equal"]
 
 _TAG = Payload(name="tag", dtype=torch.int64, width=3)
 
@@ -74,7 +73,7 @@ class Case:
     weight_dtype: str = "float32"
     payloads: bool = False
     sum: Literal["ranks", "choices"] = "ranks"
-    data: DataKind = "normal"
+    data: str = "ordinary numbers"  # a kind of `batch_data.DATA`
     seed: int = 0
 
     @property
@@ -118,13 +117,9 @@ class Case:
         return random_weights(self.spec(), self.seed)
 
     def batch(self, rank: int) -> tuple[Tensor, Routes]:
-        """Rows and routes of one rank.
-
-        `data` says which numbers: `zeros` of both signs; `tiny` ones, whose results round to zeros; `special` ones
-        (NaN, Inf, the largest and the smallest of the dtype); rows that are `equal`, or each other's multiples. Where
-        it is not `normal`, some routing weights are negative, and some are zero.
-        """
-        draw = torch.Generator().manual_seed(self.seed * 1009 + rank + 1)
+        """Rows and routes of one rank."""
+        seed = self.seed * 1009 + rank + 1
+        draw = torch.Generator().manual_seed(seed)
         T, K, E = self.tokens[rank], self.top_k, self.num_experts
         x_TH = torch.randn(T, self.hidden_size, generator=draw)
         # Rows of very different magnitude: a scale that rows share by mistake would then give large errors.
@@ -148,10 +143,8 @@ class Case:
             ids_TK[:] = E - 1
         elif self.routes == "nobody":
             ids_TK[:] = -1
-        x_TH, weights_TK = _with_data(self.data, x_TH, weights_TK, draw)
         x_TH = x_TH.to(getattr(torch, self.dtype))
-        if self.data == "special":
-            _put_special_numbers(x_TH, draw)
+        x_TH, ids_TK, weights_TK = DATA[self.data].change(x_TH, ids_TK, weights_TK, seed)
         if self.routes == "gaps":
             x_TH[(ids_TK < 0).all(dim=1)] = float("nan")  # padding tokens hold anything
         return x_TH, Routes(
@@ -201,35 +194,6 @@ class Outcome:
         return [words for words, is_fine in fine.items() if not is_fine]
 
 
-def _with_data(
-    data: DataKind, x_TH: Tensor, weights_TK: Tensor, draw: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Rows with such numbers, and routing weights for them."""
-    if data == "normal":
-        return x_TH, weights_TK
-    signs_TK = torch.randint(-1, 2, weights_TK.shape, generator=draw).float()
-    if data == "zeros":
-        x_TH = torch.where(torch.rand(x_TH.shape, generator=draw) < 0.3, x_TH.sign() * 0.0, x_TH)
-        x_TH[torch.rand(len(x_TH), generator=draw) < 0.5] *= 0.0
-    elif data == "tiny":
-        x_TH = x_TH * 2.0**-12
-    elif data == "equal":
-        powers_T1 = torch.randint(-1, 2, (len(x_TH), 1), generator=draw).float()
-        x_TH = x_TH[:1] * torch.exp2(powers_T1)
-    return x_TH, weights_TK * signs_TK
-
-
-def _put_special_numbers(x_TH: Tensor, draw: torch.Generator) -> None:
-    """Write NaN, Inf, zeros, the largest and the smallest number of the dtype into half of the rows."""
-    kind = torch.finfo(x_TH.dtype)
-    subnormal = kind.smallest_normal * kind.eps
-    numbers = [math.nan, math.inf, -math.inf, -0.0, kind.max, kind.min, subnormal, -subnormal]
-    chosen_TH = torch.rand(x_TH.shape, generator=draw) < 0.1
-    chosen_TH[torch.rand(len(x_TH), generator=draw) < 0.5] = False
-    which = torch.randint(0, len(numbers), (int(chosen_TH.sum()),), generator=draw)
-    x_TH[chosen_TH] = torch.tensor(numbers, dtype=x_TH.dtype)[which]
-
-
 def run_case(group: Group, case: Case, *, end_to_end: bool = True) -> Outcome:
     """Run a case on this rank and check this rank's result. `end_to_end`: measure the wire's error, too."""
     spec, weights = case.spec(), case.all_weights()
@@ -243,11 +207,11 @@ def run_case(group: Group, case: Case, *, end_to_end: bool = True) -> Outcome:
     y_TH = layer(given_TH, given, payloads=payloads).cpu()
     after = [tensor.cpu() for tensor in (given_TH, given.topk_ids_TK, given.topk_weights_TK)]
     made.close()
-    wiring = made.wiring(spec.name)
+    wiring, bounded = made.wiring(spec.name), DATA[case.data].is_bounded
     return Outcome(
         bitwise=same_numbers(y_TH, twin(wiring, weights, x_TH, routes, group.rank)),
         # Of NaN, and of numbers that saturate, no bound is known.
-        oracle_excess=0.0 if case.data == "special" else oracle_excess(wiring, weights, x_TH, routes, y_TH),
+        oracle_excess=oracle_excess(wiring, weights, x_TH, routes, y_TH) if bounded else 0.0,
         end_to_end_error=relative_error(y_TH, oracle(spec, weights, x_TH, routes)) if end_to_end else 0.0,
         input_untouched=all(same_bits(a, b) for a, b in zip(before, after, strict=True)),
         output_dtype=y_TH.dtype == x_TH.dtype and y_TH.shape == x_TH.shape,
@@ -270,7 +234,7 @@ def oracle_tolerance(
     decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)
     if wiring.expert_rows is not None and wiring.expert_rows != wiring.wire:
         decoded_TH = wiring.expert_rows.encode(decoded_TH.to(spec.dtype)).decode(torch.float32)
-    exact_TH, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
+    exact_TH, bound = bounded_oracle(spec, weights, decoded_TH, routes)
     tolerance_TH = bound.tolerance(wiring.exchange_spec.combine_wire, spec.dtype)
     if wiring.exchange_spec.hosts:  # results are rounded once more, before they are summed inside their host
         tolerance_TH += bound.tolerance(for_dtype(spec.dtype), spec.dtype)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from tokenyard.conformance.cases import Case, DataKind
+from tokenyard.conformance.batch_data import DATA
+from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
@@ -33,7 +34,7 @@ from tokenyard.routing import PLACEMENTS
 
 RankKind = Literal["threads", "processes"]
 
-DATA: tuple[DataKind, ...] = ("normal", "normal", "normal", "normal", "zeros", "tiny", "special", "equal")
+_SPECIAL = [name for name, kind in DATA.items() if kind.rows is not None]
 
 # Multiply-adds of the experts on all ranks together, weights that all ranks draw, experts that are visited (each
 # costs some 30 small operations, on its rank and in the twin), and elements of the routes' draw.
@@ -87,9 +88,9 @@ def draw_case(
     """
     chance = random.Random(f"{seed} {large}")
     of_data = random.Random(f"data {seed}")
-    data = of_data.choice(DATA)
+    data = of_data.choice([*_SPECIAL, *["ordinary numbers"] * len(_SPECIAL)])
     # Tiny numbers test how a sum of one result rounds: mostly of one rank, or of one choice, in the narrowest dtype.
-    alone = data == "tiny" and of_data.random() < 0.7
+    alone = data == "tiny numbers" and of_data.random() < 0.7
     names = [*FORMATS, *formats]
 
     def draw() -> Case:
@@ -229,43 +230,38 @@ def draw_cases(
     """`count` cases in turns over the cells, a quarter of each cell's large, each with the number of its cell."""
     drawn = []
     further = [wire for _, wire, _ in cells if not isinstance(wire, str)]
+    fixed: dict[str, Any] = {"formats": further, "crowded": device == "cpu", "device": device}
     for number in range(count):
-        cell = number % len(cells)
+        turn, cell = divmod(number, len(cells))
         exchange, wire, ranks = cells[cell]
-        large = number // len(cells) % 4 == 0
-        case = draw_case(
-            seed * 1_000_003 + number,
-            large=large,
-            exchange=exchange,
-            wire=wire,
-            ranks=ranks,
-            formats=further,
-            crowded=device == "cpu",
-            device=device,
-        )
-        drawn.append((cell, case))
+        fixed |= {"large": turn % 4 == 0, "exchange": exchange, "wire": wire, "ranks": ranks}
+        drawn.append((cell, draw_case(seed * 1_000_003 + number, **fixed)))
     return drawn
 
 
-def histogram(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
+def histogram(cases: Sequence[Case]) -> dict[str, dict[str, int]]:
     """How many cases have which number of ranks, width, tokens, top-k, experts, routes, data and sum."""
-    counts: dict[str, Counter[str]] = {
-        name: Counter() for name in ("W", "H", "T", "K", "E", "routes", "data", "sum")
+    labels: dict[str, Callable[[Case], str]] = {
+        "W": lambda case: _bucket(case.world, (1, 2, 3, 4, 5, 6, 7, 8), 64),
+        "H": lambda case: _bucket(case.hidden_size, (1, 99, 499, 2047, 4095), 7168),
+        "T": lambda case: _evenness(case.tokens),
+        "K": lambda case: _bucket(case.top_k, (1, 2, 4, 8), 32),
+        "E": _remainder,
+        "routes": lambda case: case.routes,
+        "data": lambda case: case.data,
+        "sum": lambda case: case.sum,
     }
-    for case in cases:
-        counts["W"][_bucket(case.world, (1, 2, 3, 4, 5, 6, 7, 8), 64)] += 1
-        counts["H"][_bucket(case.hidden_size, (1, 99, 499, 2047, 4095), 7168)] += 1
-        counts["T"][_evenness(case.tokens)] += 1
-        counts["K"][_bucket(case.top_k, (1, 2, 4, 8), 32)] += 1
-        enough = "E ≥ W, E % W ≠ 0" if case.num_experts % case.world else "E ≥ W, E % W = 0"
-        counts["E"]["E < W" if case.num_experts < case.world else enough] += 1
-        counts["routes"][case.routes] += 1
-        counts["data"][case.data] += 1
-        counts["sum"][case.sum] += 1
+    counts = {name: Counter(map(label, cases)) for name, label in labels.items()}
     return {
         name: dict(sorted(found.items(), key=lambda item: _first_number(item[0])))
         for name, found in counts.items()
     }
+
+
+def _remainder(case: Case) -> str:
+    if case.num_experts < case.world:
+        return "E < W"
+    return "E ≥ W, E % W ≠ 0" if case.num_experts % case.world else "E ≥ W, E % W = 0"
 
 
 def _bucket(value: int, ends: tuple[int, ...], most: int) -> str:

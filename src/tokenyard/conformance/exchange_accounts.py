@@ -11,17 +11,23 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenyard.conformance.cases import same_bits
-from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, echo_due, must_raise, zeros
+from tokenyard.conformance.exchange_layers import (
+    CheckedLayers,
+    check_same,
+    echo,
+    echo_due,
+    must_raise,
+    round_trip,
+    zeros,
+)
 from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
-from tokenyard.conformance.runner import Finding, expect
+from tokenyard.conformance.runner import Finding, expect, expect_same
 from tokenyard.errors import Corrupted, PeerFailed, PlanError
-from tokenyard.formats import Payload
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, SoftmaxRouter
-from tokenyard.rows import ExpertRows, RoutingLogits
+from tokenyard.rows import ExpertRows, RoutingLogits, describe
 
 TOKENS = (16, 3, 0, 7)
 # Bytes that announcements to one rank may take in one phase: a meter counts them, and an exchange does not.
@@ -46,8 +52,7 @@ def counters_are_right(trial: Trial) -> None:
         due[spec.name].add(made, spec, sent)
         if late and spec is specs[0]:
             time.sleep(_LATE)
-        flight = send(made, spec, sent[group.rank].to(group.device))
-        flight.combine(zeros(flight.received))
+        round_trip(made, spec, sent[group.rank])
     stats = made.stats()
     for name, count in due.items():
         for field, meant in vars(count).items():
@@ -55,11 +60,8 @@ def counters_are_right(trial: Trial) -> None:
             expect(found == meant, f"`{field}` of layer {name!r} is {found}", f"{meant}, as it happened")
     waited = stats["first"].wait_s["dispatch"]
     kernels_wait = group.device.type == "cuda"  # and this thread does not
-    expect(
-        late or kernels_wait or waited >= _COUNTED,
-        f"`wait_s` of two dispatches, in each of which a rank was {_LATE} s late, is {waited:.3f} s",
-        f"at least {_COUNTED} s",
-    )
+    found = f"`wait_s` of two dispatches, in each of which a rank was {_LATE} s late, is {waited:.3f} s"
+    expect(late or kernels_wait or waited >= _COUNTED, found, f"at least {_COUNTED} s")
 
 
 class _Count:
@@ -86,7 +88,7 @@ def _rows(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
 
 
 def lost_experts_are_counted(trial: Trial) -> None:
-    """Choices whose expert was lost with its rank are dropped and counted; all other choices count."""
+    """Choices of an expert that was lost with its rank are dropped and counted; all other choices are summed."""
     world = trial.group.size
     lost = Placement.contiguous(world + 1, world + 1).without([world])  # no rank owns the last expert
     spec = layer(placement=lost, num_experts=world + 1, top_k=min(3, world + 1), payloads=())
@@ -111,8 +113,7 @@ def load_is_counted(trial: Trial) -> None:
             one.routes.topk_ids_TK[:1, :1] = -1
             for expert in one.routes.topk_ids_TK.flatten().tolist():
                 due[expert] += expert >= 0
-        flight = send(made, spec, sent[group.rank].to(group.device))
-        flight.combine(zeros(flight.received))
+        round_trip(made, spec, sent[group.rank])
     found = made.load()["moe"]
     expect(found == due, f"`plan.load()` is {found}", f"{due}, the choices of all ranks")
 
@@ -125,8 +126,8 @@ def bytes_are_counted(trial: Trial) -> None:
     spec, group = layer(wire="mxfp8", hidden_size=700), trial.group
     made = trial.plan(spec)
     exchange_spec, stats = made.wiring("moe").exchange_spec, made.stats()["moe"]
-    out = _nbytes((*exchange_spec.wire.payloads(exchange_spec.hidden_size), *exchange_spec.extra))
-    back = _nbytes(exchange_spec.combine_wire.payloads(exchange_spec.hidden_size))
+    out = exchange_spec.wire.bytes_per_row(700) + sum(payload.nbytes for payload in exchange_spec.extra)
+    back = exchange_spec.combine_wire.bytes_per_row(700)
     region = made.draft.exchange.region_bytes(exchange_spec)
     sent = trial.batches(spec, TOKENS)
     mine = sent[group.rank]
@@ -160,11 +161,6 @@ def _rows_on_wire(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[
     return rows
 
 
-def _nbytes(payloads: Sequence[Payload]) -> int:
-    """The bytes that one row of these payloads takes."""
-    return sum(payload.nbytes for payload in payloads)
-
-
 def _compare(
     name: str, rank: int, counted: int, bounds: tuple[int, int], meter: Meter, hosts: Sequence[int]
 ) -> None:
@@ -178,11 +174,8 @@ def _compare(
     metered = meter.carried_rows and not through_memory and (rank != meter.group.rank or meter.sent[rank] > 0)
     if metered:
         low, high = max(low, meter.sent[rank] - ANNOUNCED), meter.sent[rank]
-    expect(
-        low <= counted <= high,
-        f"`{name}` for rank {rank} is {counted}",
-        f"from {low} to {high} bytes, as {'went through the group' if metered else 'its rows take'}",
-    )
+    expected = f"from {low} to {high} bytes, as {'went through the group' if metered else 'its rows take'}"
+    expect(low <= counted <= high, f"`{name}` for rank {rank} is {counted}", expected)
 
 
 def memory_as_planned(trial: Trial) -> None:
@@ -214,11 +207,9 @@ def memory_as_planned(trial: Trial) -> None:
 
 
 def _expect_near(did: str, found: int, what: str, planned: int, slack: int) -> None:
-    expect(
-        planned <= found <= planned + slack,
-        f"the plan says {what} of {planned} bytes, and a rank {did} {found}",
-        f"as many, and at most {slack} more for announcements and flags",
-    )
+    words = f"the plan says {what} of {planned} bytes, and a rank {did} {found}"
+    more = f"as many, and at most {slack} more for announcements and flags"
+    expect(planned <= found <= planned + slack, words, more)
 
 
 def terms_as_declared(trial: Trial) -> None:
@@ -257,23 +248,17 @@ def logits_as_declared(trial: Trial) -> None:
         try:
             flight = made.exchange.dispatch(exchange_spec, rows, routes, mine.extra)
         except Exception as error:
-            found = (
-                f"`carries_logits` is True, and a dispatch of logits raised {type(error).__name__}: {error}"
-            )
+            why = f"{type(error).__name__}: {error}"
+            found = f"`carries_logits` is True, and a dispatch of logits raised {why}"
             raise Finding(found, "logits to travel, as declared") from error
-        received = flight.received
+        received, found = flight.received, f"dispatch delivered {describe(flight.received.routes)}"
         if not isinstance(received.routes, RoutingLogits):
-            raise Finding(
-                f"dispatch delivered {type(received.routes).__name__}",
-                "RoutingLogits, since logits were sent",
-            )
-        pairs = {
-            "logits": (received.routes.logits_RE, torch.cat(logits)),
-            "rows": (received.dense().decode(spec.dtype), torch.cat([one.x_TH for one in sent])),
-        }
-        for what, (arrived, due) in pairs.items():
-            fine = same_bits(arrived.cpu(), due)
-            expect(fine, f"{what} arrived with other bits", "those of all tokens, in (source, token) order")
+            raise Finding(found, "RoutingLogits, since logits were sent")
+        arrived_RE, arrived_RH = received.routes.logits_RE.cpu(), received.dense().decode(spec.dtype).cpu()
+        all_tokens = "those of all tokens, in (source, token) order"
+        expect_same(arrived_RE, torch.cat(logits), "logits arrived with other bits", all_tokens)
+        due_RH = torch.cat([one.x_TH for one in sent])
+        expect_same(arrived_RH, due_RH, "rows arrived with other bits", all_tokens)
         ones = torch.ones(received.num_rows, spec.hidden_size, device=group.device)
         y_TH = flight.combine(ExpertRows(rows_RH=ones)).y_TH.cpu()
         check_same(y_TH, torch.full_like(mine.x_TH.cpu(), group.size), "the sum of a one from each rank")

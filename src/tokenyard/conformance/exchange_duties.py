@@ -5,25 +5,32 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.cases import same_bits
-from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, echo_due, must_raise, zeros
-from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
+from tokenyard.conformance.exchange_layers import (
+    CheckedLayers,
+    before_compute,
+    check_same,
+    echo,
+    echo_due,
+    must_raise,
+    round_trip,
+    zeros,
+)
+from tokenyard.conformance.exchange_suite import Batch, Trial, arrived, arriving, layer, send
 from tokenyard.conformance.metering import Meter
-from tokenyard.conformance.runner import Finding, expect
+from tokenyard.conformance.runner import Finding, expect, expect_same, unchanged
 from tokenyard.errors import GroupError, HandleError, PlanError, TokenyardError
-from tokenyard.exchange import RoundTrip
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import GroupedSigmoidRouter
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.rows import ExpertRows
 
 # Rounds of `many_rounds`: more if ranks share memory, whose flags and epochs must stay right over many rounds.
 ROUNDS = 50
@@ -76,24 +83,17 @@ def alternating_layers(trial: Trial) -> None:
     """Small and large layers in turns, with a rank that is late between dispatch and combine, stay bitwise right."""
     small, large = layer("small", payloads=()), layer("large", wire="mxfp8", hidden_size=3000, top_k=6)
     stack = CheckedLayers(trial, (small, large))
-    late = 1 % trial.group.size
-    for name, layer_ in stack.layers.items():
-        compute = layer_.experts.compute
-
-        def compute_late(received: ReceivedRows, *, finalize: bool, compute: Any = compute) -> Any:
-            if trial.group.rank == late:
-                time.sleep(0.003)
-            return compute(received, finalize=finalize)
-
-        object.__setattr__(layer_.experts, "compute", compute_late)
-        stack.check(name, "with a late rank")
-    for round_ in range(10):
-        for name in ("small", "large"):
-            stack.check(name, f"in turn {round_}")
+    seconds = 0.003 if trial.group.rank == 1 % trial.group.size else 0.0
+    with ExitStack() as late:
+        for one in stack.layers.values():
+            late.enter_context(before_compute(one.experts, lambda received: time.sleep(seconds)))
+        for turn in range(11):
+            for name in stack.layers:
+                stack.check(name, f"with a late rank, in turn {turn}")
 
 
 def late_ranks(trial: Trial) -> None:
-    """A rank that is late is waited for in every round: its announcement of an earlier round does not count."""
+    """All ranks wait for a late rank in every round: its announcement of an earlier round does not count."""
     stack = CheckedLayers(trial, (layer(payloads=()),))
     for round_ in range(4):
         if trial.group.rank == trial.group.size - 1:
@@ -105,24 +105,17 @@ def regions_never_overlap(trial: Trial) -> None:
     """Results are never written where rows of any layer arrive: a fast rank may be a layer ahead of a slow one."""
     specs = (layer("small", payloads=()), layer("large", hidden_size=500, payloads=()))
     made = trial.plan(*specs)
-    arriving, leaving = {}, {}
+    arriving, leaving = [], []
     for spec in specs:
-        flight = send(made, spec, trial.batch(spec, 2))
-        buffer = flight.received.results
-        if flight.received.slots_R is not None:  # the rows are where they arrived, in a workspace
-            arriving[spec.name] = [_span(payload) for payload in flight.received.rows.payloads.values()]
-        if buffer is not None:
-            leaving[spec.name] = _span(buffer.rows_SH)
-        flight.combine(zeros(flight.received))
-    for name, (first, last) in leaving.items():
-        for other, spans in arriving.items():
-            for start, end in spans:
-                shared = min(last, end) - max(first, start)
-                expect(
-                    shared <= 0,
-                    f"results of layer {name!r} lie over {shared} bytes of rows of layer {other!r}",
-                    "regions that never overlap, in any pair of layers",
-                )
+        received = round_trip(made, spec, trial.batch(spec, 2)).received
+        if received.slots_R is not None:  # the rows are where they arrived, in a workspace
+            arriving += [(spec.name, _span(payload)) for payload in received.rows.payloads.values()]
+        if received.results is not None:
+            leaving.append((spec.name, _span(received.results.rows_SH)))
+    for (name, (first, last)), (other, (start, end)) in product(leaving, arriving):
+        shared = min(last, end) - max(first, start)
+        found = f"results of layer {name!r} lie over {shared} bytes of rows of layer {other!r}"
+        expect(shared <= 0, found, "regions that never overlap, in any pair of layers")
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -185,16 +178,14 @@ def groups_side_by_side(trial: Trial) -> None:
         try:
             stack.check("moe", "beside another group")
         except GroupError as error:
-            raise Finding(
-                f"round {round_ + 1} beside another group that makes one: {error}",
-                "waits for its own group only",
-            ) from error
+            found = f"round {round_ + 1} beside another group that makes one: {error}"
+            raise Finding(found, "waits for its own group only") from error
     stack.plan.close()
     stage.close()
 
 
 def closed_plans_make_room(trial: Trial) -> None:
-    """Plans can be made, closed and made again on one group; a closed one refuses to run, and holds no memory."""
+    """A group can make and close plans repeatedly; a closed plan refuses calls, and holds no memory."""
     with Meter(trial.group) as meter:
         for _ in range(5):
             stack = CheckedLayers(trial, (layer(),))
@@ -216,23 +207,13 @@ def rounds_are_counted(trial: Trial) -> None:
     """A plan's dispatches are numbered from 1, on every rank, across layers; a failed dispatch has a number, too."""
     specs = (layer("first", payloads=()), layer("second", payloads=(), max_tokens=4))
     made = trial.plan(*specs)
-    found = [_round_of(trial, made, spec) for spec in specs * 2]
-    too_many = 5 if trial.group.rank == 0 else 1
-    must_raise(
-        TokenyardError, send, made, specs[1], trial.batch(specs[1], too_many), when="5 tokens of at most 4"
-    )
-    found.append(_round_of(trial, made, specs[0]))
-    expect(
-        found == [1, 2, 3, 4, 6],
-        f"five dispatches, with a failed one before the last, have the rounds {found}",
-        "[1, 2, 3, 4, 6]: every dispatch in which the ranks met counts",
-    )
-
-
-def _round_of(trial: Trial, made: Plan, spec: LayerSpec) -> int:
-    flight = send(made, spec, trial.batch(spec, 2))
-    flight.combine(zeros(flight.received))
-    return flight.arrival.round
+    rounds = [round_trip(made, spec, trial.batch(spec, 2)).arrival.round for spec in specs * 2]
+    bad = trial.batch(specs[1], 5 if trial.group.rank == 0 else 1)
+    must_raise(TokenyardError, send, made, specs[1], bad, when="5 tokens of at most 4")
+    rounds.append(round_trip(made, specs[0], trial.batch(specs[0], 2)).arrival.round)
+    found = f"five dispatches, with a failed one before the last, have the rounds {rounds}"
+    expected = "[1, 2, 3, 4, 6]: every dispatch in which the ranks met counts"
+    expect(rounds == [1, 2, 3, 4, 6], found, expected)
 
 
 def many_rounds(trial: Trial) -> None:
@@ -245,11 +226,11 @@ def many_rounds(trial: Trial) -> None:
     for number in range(1, (many if trial.rounds is None else trial.rounds) + 1):
         known = batches[number % _KNOWN_BATCHES].in_round(number)
         dispatched = send(made, spec, known.mine.to(device))
-        seen = _arrived(dispatched)
+        seen = arrived(dispatched, device)
         seen["results"] = dispatched.combine(echo(dispatched.received)).y_TH
         for what, tensor in seen.items():
-            fine = same_bits(tensor.cpu(), known.due[what])
-            expect(fine, f"round {number} brought other {what} than were sent in it", "the same bits")
+            found = f"round {number} brought other {what} than were sent in it"
+            expect_same(tensor.cpu(), known.due[what], found)
         round = dispatched.arrival.round
         expect(round == number, f"dispatch {number} has the round {round}", number)
 
@@ -265,7 +246,7 @@ class _KnownBatch:
     def drawn(cls, trial: Trial, made: Plan, spec: LayerSpec) -> _KnownBatch:
         sent = trial.batches(spec, (1, 2, 3, 4))
         mine = sent[trial.group.rank]
-        return cls(mine=mine, due=_arriving(made, spec, sent) | {"results": echo_due(made, spec, mine)})
+        return cls(mine=mine, due=arriving(made, spec, sent) | {"results": echo_due(made, spec, mine)})
 
     def in_round(self, number: int) -> _KnownBatch:
         """The same batch with rows (times a power of two, which is exact) and payloads that no other round has."""
@@ -280,37 +261,6 @@ class _KnownBatch:
         return _KnownBatch(mine=mine, due=due)
 
 
-def _arrived(dispatched: RoundTrip) -> dict[str, Tensor]:
-    """What a dispatch brought, as copies."""
-    received, routes = dispatched.received, dispatched.received.routes
-    assert isinstance(routes, LocalRoutes)  # routes were sent
-    return {
-        **{f"rows ({name})": t.clone() for name, t in received.dense().payloads.items()},
-        "ids": routes.ids_RK.clone(),
-        "weights": torch.where(routes.ids_RK < 0, 0.0, routes.weights_RK),
-        **{f"payloads ({name})": t.clone() for name, t in received.extra.items()},
-    }
-
-
-def _arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, Tensor]:
-    """What must arrive on this rank of what all ranks sent, on the CPU."""
-    exchange_spec, parts = made.wiring(spec.name).exchange_spec, []
-    for source, one in enumerate(sent):
-        rank_TK, local_TK = exchange_spec.placement.resolve(one.routes.topk_ids_TK, source)
-        here_TK = rank_TK == made.group.rank
-        goes_T = here_TK.any(dim=1)
-        ids_TK = torch.where(here_TK, local_TK, -1)
-        weights_TK = torch.where(here_TK, one.routes.topk_weights_TK, 0.0)
-        parts.append([t[goes_T] for t in (one.x_TH, ids_TK, weights_TK, *one.extra.values())])
-    x_RH, ids_RK, weights_RK, *extra = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return {
-        **{f"rows ({name})": t for name, t in exchange_spec.wire.encode(x_RH).payloads.items()},
-        "ids": ids_RK.int(),
-        "weights": weights_RK,
-        **{f"payloads ({name})": t for name, t in zip(sent[0].extra, extra, strict=True)},
-    }
-
-
 # -- Tensors of the caller -----------------------------------------------------------------------------------
 
 
@@ -323,15 +273,12 @@ def input_untouched(trial: Trial) -> None:
     wiring = made.wiring("moe")
     rows = wiring.wire.encode(mine.x_TH)
     tensors = mine.tensors() | {f"encoded {name}": tensor for name, tensor in rows.payloads.items()}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    dispatched = made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes, mine.extra)
-    result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size).to(trial.group.device)
-    tensors["the experts' result"], before["the experts' result"] = result_RH, result_RH.clone()
-    dispatched.combine(ExpertRows(rows_RH=result_RH))
-    for name, tensor in tensors.items():
-        expect(
-            same_bits(tensor, before[name]), f"{name} was changed", "nothing of the caller's to be changed"
-        )
+    untouched = "nothing of the caller's to be changed"
+    with unchanged(tensors, expected=untouched):
+        dispatched = made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes, mine.extra)
+        result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size).to(trial.group.device)
+        with unchanged({"the experts' result": result_RH}, expected=untouched):
+            dispatched.combine(ExpertRows(rows_RH=result_RH))
 
 
 def output_dtype(trial: Trial) -> None:
@@ -361,9 +308,8 @@ def out_and_add(trial: Trial) -> None:
         mine = stack.batch("moe")
         out = torch.full_like(mine.x_TH, residual)
         returned = stack.layers["moe"](mine.x_TH, mine.routes, out=out, add=out)
-        expect(
-            returned.data_ptr() == out.data_ptr(), "combine(out=…) returned another tensor", "`out` itself"
-        )
+        is_out = returned.data_ptr() == out.data_ptr()
+        expect(is_out, "combine(out=…) returned another tensor", "`out` itself")
         check_same(out, stack.due("moe", mine) + residual, "combine(out=y, add=(y,))")
     mine = stack.batch("moe")
     added = stack.layers["moe"](mine.x_TH, mine.routes, add=torch.ones_like(mine.x_TH))
@@ -372,7 +318,7 @@ def out_and_add(trial: Trial) -> None:
 
 
 def unreduced_rows(trial: Trial) -> None:
-    """Where the caller sums over ranks, rows come home one per (token, rank), sum up to the same bits, and are kept."""
+    """Where the caller sums over ranks, it gets a row per (token, rank), which stay valid and sum to the same bits."""
     spec = layer(reduce_ranks="caller", wire="mxfp8")
     if trial.exchange.sums_in_hosts:
         must_raise(PlanError, trial.plan, spec, when="a layer whose caller sums over ranks")
@@ -382,11 +328,8 @@ def unreduced_rows(trial: Trial) -> None:
     for _ in range(2):
         mine = stack.batch("moe")
         rows = stack.layers["moe"].unreduced(mine.x_TH, mine.routes, payloads=mine.extra)
-        expect(
-            len(rows.rows_by_rank) == trial.group.size,
-            f"rows of {len(rows.rows_by_rank)} ranks came home",
-            f"an entry for each of the {trial.group.size} ranks",
-        )
+        ranks, size = len(rows.rows_by_rank), trial.group.size
+        expect(ranks == size, f"rows of {ranks} ranks came home", f"an entry for each of the {size} ranks")
         kept.append((mine, rows))
     for mine, rows in kept:
         check_same(rows.reduce().y_TH, stack.due("moe", mine), "the sum of unreduced rows")
@@ -412,8 +355,7 @@ def stale_handles(trial: Trial) -> None:
     """A round trip is combined once, in its turn, and not after its plan was closed."""
     spec = layer()
     made = trial.plan(spec)
-    first = send(made, spec, trial.batch(spec, 3))
-    again = trial.batch(spec, 3)
+    first, again = send(made, spec, trial.batch(spec, 3)), trial.batch(spec, 3)
     must_raise(HandleError, send, made, spec, again, when="a second dispatch while one is in flight")
     result = zeros(first.received)
     first.combine(result)
@@ -421,7 +363,7 @@ def stale_handles(trial: Trial) -> None:
     second = send(made, spec, again)
     must_raise(HandleError, first.combine, result, when="an old round trip while a new one is in flight")
     second.combine(zeros(second.received))
-    last = send(made, spec, trial.batch(spec, 3))
+    last = send(made, spec, again)
     result = zeros(last.received)
     trial.group.barrier()  # no rank closes while another one still dispatches
     made.close()

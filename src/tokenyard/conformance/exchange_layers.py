@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import random_weights, same_numbers
-from tokenyard.conformance.exchange_suite import Batch, Trial, expect_on, of_kind
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.exchange_suite import Batch, Trial, expect_on, send
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.conformance.twin import twin
 from tokenyard.errors import PeerFailed
+from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.formats.base import dtype_name
 from tokenyard.layer import MoELayer
@@ -42,15 +43,9 @@ class CheckedLayers:
         local = weights.select(self.plan.local_experts(spec.name))
         self.layers[spec.name] = MoELayer(self.plan, spec.name, local).to(self.trial.group.device)
 
-    def batch(self, name: str, tokens: int | None = None) -> Batch:
-        """A new batch for a layer, with one to four tokens if their number is not given."""
-        some = self.trial.group.rank % 4 + 1 if tokens is None else tokens
-        return self.trial.batch(self.plan.wiring(name).spec, some)
-
-    def batch_of(self, name: str, kind: str) -> Batch:
-        """A new batch for a layer, with a kind of data (`batch_data.DATA`)."""
-        spec, group = self.plan.wiring(name).spec, self.plan.group
-        return of_kind(kind, spec, group.rank, next(self.trial.seeds)).to(group.device)
+    def batch(self, name: str, tokens: int | None = None, kind: str = "ordinary numbers") -> Batch:
+        """A new batch for a layer, with a kind of data, and a number of tokens of that kind if none is given."""
+        return self.trial.batch(self.plan.wiring(name).spec, tokens, kind)
 
     def run(self, name: str, mine: Batch) -> Tensor:
         """One round trip of a layer."""
@@ -74,11 +69,8 @@ def check_same(y_TH: Tensor, due_TH: Tensor, what: str) -> None:
     y_TH = y_TH.cpu()  # where the expected bits were computed
     if same_numbers(y_TH, due_TH):
         return
-    if y_TH.dtype != due_TH.dtype or y_TH.shape != due_TH.shape:
-        raise Finding(
-            f"{what} gave {dtype_name(y_TH.dtype)}{list(y_TH.shape)}",
-            f"{dtype_name(due_TH.dtype)}{list(due_TH.shape)}",
-        )
+    found, due = (f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in (y_TH, due_TH))
+    expect(found == due, f"{what} gave {found}", due)
     off_T = [t for t, pair in enumerate(zip(y_TH, due_TH, strict=True)) if not same_numbers(*pair)]
     raise Finding(f"{what} gave other bits than the twin for tokens {off_T[:8]}", "the same bits")
 
@@ -97,18 +89,36 @@ def must_raise(
 
 
 @contextmanager
-def failing(experts: Experts, fails: bool) -> Iterator[type[Exception]]:
-    """Inside, these experts raise, if `fails`. Yields what a call of their layer then raises on this rank."""
+def before_compute(experts: Experts, act: Callable[[ReceivedRows], object]) -> Iterator[None]:
+    """Inside, `act` is called before each computation of these experts, and may raise."""
     compute = experts.compute
 
-    def fail(received: ReceivedRows, *, finalize: bool) -> ExpertRows:
-        raise ZeroDivisionError("these experts fail")
+    def act_and_compute(received: ReceivedRows, *, finalize: bool) -> Any:
+        act(received)
+        return compute(received, finalize=finalize)
 
-    if fails:
-        object.__setattr__(experts, "compute", fail)
-    yield ZeroDivisionError if fails else PeerFailed
-    if fails:
-        object.__setattr__(experts, "compute", compute)
+    object.__setattr__(experts, "compute", act_and_compute)
+    yield
+    object.__setattr__(experts, "compute", compute)
+
+
+@contextmanager
+def failing(experts: Experts, fails: bool) -> Iterator[type[Exception]]:
+    """Inside, these experts raise, if `fails`. Yields what a call of their layer then raises on this rank."""
+
+    def fail(received: ReceivedRows) -> None:
+        if fails:
+            raise ZeroDivisionError("these experts fail")
+
+    with before_compute(experts, fail):
+        yield ZeroDivisionError if fails else PeerFailed
+
+
+def round_trip(made: Plan, spec: LayerSpec, mine: Batch) -> RoundTrip:
+    """A dispatch of this rank's batch, combined with zeros as its result."""
+    trip = send(made, spec, mine.to(made.group.device))
+    trip.combine(zeros(trip.received))
+    return trip
 
 
 def zeros(received: ReceivedRows) -> ExpertRows:

@@ -7,9 +7,9 @@ others sent, and can check all that arrived without asking them. A difference is
 Batches are drawn on the CPU and sent from the group's device; what arrived is compared on the CPU. No two rounds bring
 the same rows, routes or results, so that data left over from an earlier round is noticed.
 
-This module has the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` has those
-of several layers, many rounds and handles, `exchange_errors` those of errors, `exchange_accounts` those of what an
-exchange declares and counts, and `exchange_losses` those of what it does after a rank was lost.
+This module has the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_uses` and
+`exchange_duties` have those of layers and plans, `exchange_accounts` those of what an exchange declares and counts,
+`exchange_failures` those of failed and lost ranks, and `exchange_lasting` those of many rounds and many plans.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from torch import Tensor
 
 from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import on_two_ranks, same_bits
-from tokenyard.conformance.runner import Finding, expect
+from tokenyard.conformance.runner import Finding, expect, expect_same
 from tokenyard.exchange import RoundTrip, Transport
 from tokenyard.formats import Payload
 from tokenyard.group import Group
 from tokenyard.planning.planner import Plan, plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, Routes
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.rows import ExpertRows, LocalRoutes
 
 TOKENS = (5, 0, 9, 2)
 # A wire without scales, one with a scale per block, one with padded rows, and one with two kinds of scales.
@@ -63,19 +64,16 @@ class Trial:
         for made in self.plans:
             made.close()
 
-    def batch(self, spec: LayerSpec, tokens: int) -> Batch:
+    def batch(self, spec: LayerSpec, tokens: int | None = None, kind: str = "ordinary numbers") -> Batch:
         """A new batch of this rank, on the group's device."""
-        return batch(spec, self.group.rank, tokens, next(self.seeds)).to(self.group.device)
+        return draw_batch(spec, self.group.rank, next(self.seeds), tokens, kind).to(self.group.device)
 
-    def batches_of(self, spec: LayerSpec, kind: str) -> list[Batch]:
-        """A new batch of every rank with a kind of data (`batch_data.DATA`), on the CPU."""
-        seed = next(self.seeds)
-        return [of_kind(kind, spec, rank, seed) for rank in range(self.group.size)]
-
-    def batches(self, spec: LayerSpec, tokens: Sequence[int]) -> list[Batch]:
+    def batches(
+        self, spec: LayerSpec, tokens: Sequence[int | None] = (None,), kind: str = "ordinary numbers"
+    ) -> list[Batch]:
         """A new batch of every rank, on the CPU. Rank r has `tokens[r % len(tokens)]` tokens."""
-        seed = next(self.seeds)
-        return [batch(spec, rank, tokens[rank % len(tokens)], seed) for rank in range(self.group.size)]
+        seed, ranks = next(self.seeds), range(self.group.size)
+        return [draw_batch(spec, rank, seed, tokens[rank % len(tokens)], kind) for rank in ranks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +116,16 @@ def layer(name: str = "moe", **changes: object) -> LayerSpec:
     return LayerSpec(name=name, **(fields | changes))  # type: ignore[arg-type]
 
 
-def batch(spec: LayerSpec, rank: int, tokens: int, seed: int) -> Batch:
-    """The batch of a rank in the round of a seed, the same wherever it is drawn."""
+def draw_batch(
+    spec: LayerSpec, rank: int, seed: int, tokens: int | None, kind: str = "ordinary numbers"
+) -> Batch:
+    """The batch of a rank in the round of a seed, the same wherever it is drawn, with a kind of data (`DATA`).
+
+    If `tokens` is None, their number is one that belongs to the kind.
+    """
+    if tokens is None:
+        assert spec.max_tokens is not None
+        tokens = DATA[kind].tokens(rank, spec.max_tokens)
     draw = torch.Generator().manual_seed(seed * 1009 + rank + 1)
     x_TH = torch.randn(tokens, spec.hidden_size, generator=draw)
     x_TH *= torch.exp2(torch.randint(-3, 4, (tokens, 1), generator=draw).float())
@@ -129,20 +135,12 @@ def batch(spec: LayerSpec, rank: int, tokens: int, seed: int) -> Batch:
     blob = torch.randint(0, 256, (tokens, BLOB.width), generator=draw, dtype=torch.uint8)
     where = torch.stack([torch.full((tokens,), rank), torch.arange(tokens)], dim=1)
     extra = {"where": where, "blob": blob}
+    x_TH, ids_TK, weights_TK = DATA[kind].change(x_TH.to(spec.dtype), order_TE[:, choice_K], weights_TK, seed)
     return Batch(
-        x_TH=x_TH.to(spec.dtype),
-        routes=Routes(topk_ids_TK=order_TE[:, choice_K], topk_weights_TK=weights_TK),
+        x_TH=x_TH,
+        routes=Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK),
         extra={payload.name: extra[payload.name] for payload in spec.payloads},
     )
-
-
-def of_kind(kind: str, spec: LayerSpec, rank: int, seed: int) -> Batch:
-    """The batch of a rank with a kind of data (`batch_data.DATA`), the same wherever it is drawn."""
-    assert spec.max_tokens is not None
-    one = batch(spec, rank, DATA[kind].tokens(rank, spec.max_tokens), seed)
-    routes = one.routes
-    x_TH, ids_TK, weights_TK = DATA[kind].change(one.x_TH, routes.topk_ids_TK, routes.topk_weights_TK, seed)
-    return Batch(x_TH=x_TH, routes=Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK), extra=one.extra)
 
 
 def send(made: Plan, spec: LayerSpec, mine: Batch) -> RoundTrip:
@@ -154,154 +152,125 @@ def send(made: Plan, spec: LayerSpec, mine: Batch) -> RoundTrip:
 
 def expect_on(found: torch.device, device: torch.device, what: str) -> None:
     """Raise a finding unless `found`, the device of `what`, is of the type of the group's device."""
-    expect(found.type == device.type, f"{what} on {found}", f"{device}, where the rows of the group live")
+    expect(found.type == device.type, f"{what} on {found}", f"{device}, the device of the group's rows")
 
 
-class _Movement:
-    """One round trip seen from this rank: what all ranks sent, what arrived, what came home."""
+def arrived(trip: RoundTrip, device: torch.device) -> dict[str, Tensor]:
+    """What a dispatch brought to this rank, by name: copies on the CPU, since the next phase may write over it."""
+    received, routes = trip.received, trip.received.routes
+    expect_on(received.rows.device, device, "rows arrived")
+    if not isinstance(routes, LocalRoutes):
+        raise Finding(f"dispatch delivered {type(routes).__name__}", "LocalRoutes, since routes were sent")
+    found = {
+        **{f"rows ({name})": tensor for name, tensor in received.dense().payloads.items()},
+        "ids": routes.ids_RK,
+        "weights": torch.where(routes.ids_RK < 0, 0.0, routes.weights_RK),
+        **{f"payloads ({name})": tensor for name, tensor in received.extra.items()},
+    }
+    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
 
-    def __init__(
-        self, trial: Trial, made: Plan, spec: LayerSpec, sent: Sequence[Batch], reroute: Reroute | None
-    ) -> None:
-        group = trial.group
-        self.rank, self.sent = group.rank, sent
-        self.mark = float(next(trial.seeds) % 16)  # what results of this round have in their third column
-        if reroute is not None:
-            self.sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone())) for one in self.sent]
-        self.placement = made.wiring(spec.name).exchange_spec.placement
-        self.due = [  # (source, token) of each row that must be here, in order
-            (source, token)
-            for source, one in enumerate(self.sent)
-            for token, ids in enumerate(one.routes.topk_ids_TK.tolist())
-            if any(rank == group.rank for rank, _ in _destinations(self.placement, ids, source))
-        ]
-        dispatched = send(made, spec, self.sent[group.rank].to(group.device))
-        self.received = _copy(dispatched.received, group.device)  # before the next phase may write over it
-        # Small whole numbers: exact in every dtype, and their sums name the ranks, the token and the round.
-        rows_RH = torch.zeros(self.received.num_rows, spec.hidden_size)
-        rows_RH[:, 0], rows_RH[:, 2] = 2.0 ** (group.rank % 4), self.mark
-        if self.received.num_rows == len(self.due):
-            rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in self.due])
-        result = ExpertRows(rows_RH=rows_RH.to(group.device))
-        self.y_TH, self.error = torch.empty(0, spec.hidden_size), None  # what the way back gave, or raised
-        try:
-            self.y_TH = dispatched.combine(result).y_TH.cpu()
-        except Exception as error:
-            self.error = error
 
-    def check_order(self) -> None:
-        """Raise a finding unless the rows that are due are here, each once, in (source, token) order."""
-        here = [(int(source), int(token)) for source, token in self.received.extra["where"].tolist()]
-        if here != self.due:
-            first = next(
-                (n for n, (a, b) in enumerate(zip(here, self.due, strict=False)) if a != b),
-                min(len(here), len(self.due)),
-            )
-            raise Finding(
-                f"{len(here)} rows arrived, and row {first} is {_row_name(here, first)}",
-                f"{len(self.due)} rows in (source, token) order, of which row {first} is "
-                f"{_row_name(self.due, first)}",
-            )
-        counts = tuple(sum(source == rank for source, _ in self.due) for rank in range(self.placement.world))
-        found = tuple(self.received.counts_W)
-        expect(found == counts, f"counts_W is {found}", f"{counts}, the rows from each source rank")
+def arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, Tensor]:
+    """What must arrive on this rank of what all ranks sent, by name, in (source, token) order."""
+    exchange_spec, parts = made.wiring(spec.name).exchange_spec, []
+    for source, one in enumerate(sent):
+        rank_TK, local_TK = _destinations(exchange_spec.placement, one.routes.topk_ids_TK, source)
+        here_TK = rank_TK == made.group.rank
+        goes_T = here_TK.any(dim=1)
+        ids_TK = torch.where(here_TK, local_TK, -1)
+        weights_TK = torch.where(here_TK, one.routes.topk_weights_TK, 0.0)
+        parts.append([t[goes_T] for t in (one.x_TH, ids_TK, weights_TK, *one.extra.values())])
+    x_RH, ids_RK, weights_RK, *extra = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return {
+        **{f"rows ({name})": t for name, t in exchange_spec.wire.encode(x_RH).payloads.items()},
+        "ids": ids_RK.int(),
+        "weights": weights_RK,
+        **{f"payloads ({name})": t for name, t in zip(sent[0].extra, extra, strict=True)},
+    }
 
-    def check_row(self, row: int) -> None:
-        """Raise a finding unless a row arrived with the bits, further payloads, ids and weights it was sent with."""
-        received, (source, token) = self.received, self.due[row]
-        sent, name = self.sent[source], _row_name(self.due, row)
-        encoded = received.rows.format.encode(sent.x_TH)
-        for payload, tensor in received.rows.payloads.items():
-            same = same_bits(tensor[row], encoded.payloads[payload][token])
-            expect(same, f"payload {payload!r} of {name} arrived with other bits", "the bits that were sent")
-        found, meant = received.extra["blob"][row].tolist(), sent.extra["blob"][token].tolist()
-        expect(found == meant, f"the further payload 'blob' of {name} arrived as {found}", meant)
-        pairs = _destinations(self.placement, sent.routes.topk_ids_TK[token].tolist(), source)
-        local = [expert if rank == self.rank else -1 for rank, expert in pairs]
-        assert isinstance(received.routes, LocalRoutes)
-        ids = received.routes.ids_RK[row].tolist()
-        expect(ids == local, f"{name} has local ids {ids}", f"{local}: -1 where an expert lives elsewhere")
-        for choice, expert in enumerate(local):
-            weight = float(sent.routes.topk_weights_TK[token, choice])
-            arrived = float(received.routes.weights_RK[row, choice])
-            fine = expert < 0 or arrived == weight
-            expect(fine, f"{name} has weight {arrived} for choice {choice}", weight)
 
-    def check_results(self) -> None:
-        """Raise a finding unless each output is the sum over the ranks that its token went to; zero without any."""
-        mine = self.sent[self.rank].routes.topk_ids_TK
-        for token, ids in enumerate(mine.tolist()):
-            went = sorted({rank for rank, _ in _destinations(self.placement, ids, self.rank) if rank >= 0})
-            each = (token + 1.0, self.mark)
-            meant = [sum(2.0 ** (rank % 4) for rank in went), *(len(went) * number for number in each)]
-            home = self.y_TH[token, :3].tolist()
-            expect(
-                home == meant,
-                f"token {token} of rank {self.rank} came home as {home}",
-                f"{meant}: the sum of one row from each of the ranks {went}",
-            )
-            expect(not bool(self.y_TH[token, 3:].any()), "something was added to zeros", "zeros")
+def _destinations(placement: Placement, ids_TK: Tensor, source: int) -> tuple[Tensor, Tensor]:
+    """The rank and the local id of each choice, -1 for an id of -1, found without `Placement.resolve`."""
+    pairs_TK2 = torch.full((*ids_TK.shape, 2), -1)
+    for token, ids in enumerate(ids_TK.tolist()):
+        number = sum(expert for expert in ids if expert >= 0)
+        for choice, expert in enumerate(ids):
+            owners = [(rank, own.index(expert)) for rank, own in enumerate(placement.table) if expert in own]
+            near = [pair for pair in owners if pair[0] == source]
+            nth = number + sum(expert not in own for own in placement.table[:source])
+            if owners:
+                pairs_TK2[token, choice] = torch.tensor(near[0] if near else owners[nth % len(owners)])
+    return pairs_TK2[..., 0], pairs_TK2[..., 1]
 
 
 def check_movement(
     trial: Trial,
     spec: LayerSpec,
     *,
-    tokens: Sequence[int] = TOKENS,
-    kind: str | None = None,
+    tokens: Sequence[int | None] = TOKENS,
+    kind: str = "ordinary numbers",
     reroute: Reroute | None = None,
     made: Plan | None = None,
 ) -> None:
     """Send a batch from every rank and results back, and compare all that arrived with all that was sent.
 
-    Rows have ordinary numbers, or a `kind` of data. They go through the plan `made`, or through a new one.
+    Batches go through the plan `made`, or through a new one.
     """
-    sent = trial.batches(spec, tokens) if kind is None else trial.batches_of(spec, kind)
-    moved = _Movement(trial, made or trial.plan(spec), spec, sent, reroute)
-    moved.check_order()
-    for row in range(len(moved.due)):
-        moved.check_row(row)
-    # Combine raised. Wrong arrivals were reported first, since they may be the cause.
-    if moved.error is not None:
-        raise moved.error
-    moved.check_results()
+    group, made, sent = trial.group, made or trial.plan(spec), trial.batches(spec, tokens, kind)
+    if reroute is not None:
+        sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone())) for one in sent]
+    trip = send(made, spec, sent[group.rank].to(group.device))
+    found, due = arrived(trip, group.device), arriving(made, spec, sent)
+    # Small whole numbers: exact in every dtype, and their sums name the ranks, the token and the round.
+    mark, token_R = float(next(trial.seeds) % 16), due["payloads (where)"][:, 1]
+    rows_RH = torch.zeros(trip.received.num_rows, spec.hidden_size)
+    rows_RH[:, 0], rows_RH[:, 2] = 2.0 ** (group.rank % 4), mark
+    if len(rows_RH) == len(token_R):
+        rows_RH[:, 1] = token_R + 1.0
+    raised, y_TH = None, torch.empty(0, spec.hidden_size)
+    try:
+        y_TH = trip.combine(ExpertRows(rows_RH=rows_RH.to(group.device))).y_TH.cpu()
+    except Exception as error:
+        raised = error
+    _check_arrival(found, due, trip.received.counts_W)
+    if raised is not None:  # wrong arrivals were reported first, since they may be the cause
+        raise raised
+    placement, due_TH = trip.arrival.spec.placement, torch.zeros(y_TH.shape)
+    rank_TK, _ = _destinations(placement, sent[group.rank].routes.topk_ids_TK, group.rank)
+    for rank in range(group.size):
+        goes_T = (rank_TK == rank).any(dim=1)
+        due_TH[:, 0] += goes_T * 2.0 ** (rank % 4)
+        due_TH[:, 1] += goes_T * (torch.arange(len(y_TH)) + 1.0)
+        due_TH[:, 2] += goes_T * mark
+    if wrong := (y_TH != due_TH).any(dim=1).nonzero().flatten().tolist():
+        home, meant = (tensor[wrong[0], :3].tolist() for tensor in (y_TH, due_TH))
+        raise Finding(
+            f"token {wrong[0]} of rank {group.rank} came home as {home}, …",
+            f"{meant}, 0, …: the sum of one row from each rank that it went to",
+        )
 
 
-def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
-    """The (rank, local id) of each choice of a token, (-1, -1) for an id of -1, found without `Placement.resolve`."""
-    number, pairs = sum(expert for expert in ids if expert >= 0), []
-    for expert in ids:
-        owners = [(rank, own.index(expert)) for rank, own in enumerate(placement.table) if expert in own]
-        near = [pair for pair in owners if pair[0] == source]
-        nth = number + sum(expert not in own for own in placement.table[:source])
-        pairs.append(near[0] if near else owners[nth % len(owners)] if owners else (-1, -1))
-    return pairs
-
-
-def _copy(received: ReceivedRows, device: torch.device) -> ReceivedRows:
-    """A copy, on the CPU, of rows that were received on `device`."""
-    expect_on(received.rows.device, device, "rows arrived")
-    routes = received.routes
-    if not isinstance(routes, LocalRoutes):
-        raise Finding(f"dispatch delivered {type(routes).__name__}", "LocalRoutes, since routes were sent")
-    rows = received.dense()
-
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", copy=True)
-
-    payloads = {name: copied(tensor) for name, tensor in rows.payloads.items()}
-    return dataclasses.replace(
-        received,
-        slots_R=None,
-        rows=dataclasses.replace(rows, payloads=payloads),
-        routes=LocalRoutes(ids_RK=copied(routes.ids_RK), weights_RK=copied(routes.weights_RK)),
-        extra={name: copied(tensor) for name, tensor in received.extra.items()},
+def _check_arrival(found: dict[str, Tensor], due: dict[str, Tensor], counts_W: Sequence[int]) -> None:
+    """Raise a finding unless all rows are here, each once, in order, with the bits that they were sent with."""
+    here, sent = (
+        [f"token {token} of rank {source}" for source, token in one["payloads (where)"].tolist()]
+        for one in (found, due)
     )
-
-
-def _row_name(rows: Sequence[tuple[int, int]], row: int) -> str:
-    """The token and rank of a row, for a finding."""
-    return f"token {rows[row][1]} of rank {rows[row][0]}" if row < len(rows) else "not there"
+    for row, (name, due_name) in enumerate(zip_longest(here, sent, fillvalue="not there")):
+        expect(
+            name == due_name,
+            f"{len(here)} rows arrived, and row {row} is {name}",
+            f"{len(sent)} rows in (source, token) order, of which row {row} is {due_name}",
+        )
+    counts = torch.bincount(due["payloads (where)"][:, 0], minlength=len(counts_W)).tolist()
+    expect(list(counts_W) == counts, f"counts_W is {counts_W}", f"{counts}, the rows from each source rank")
+    for what, tensor in due.items():
+        if same_bits(found[what], tensor):
+            continue
+        why = ": -1 where an expert lives elsewhere" if what == "ids" else ", the bits that were sent"
+        for row, name in enumerate(sent):
+            words = f"{what} of {name} arrived with other bits: {found[what][row, :8].tolist()}"
+            expect_same(found[what][row], tensor[row], words, f"{tensor[row, :8].tolist()}{why}")
 
 
 # -- The checks ----------------------------------------------------------------------------------------------

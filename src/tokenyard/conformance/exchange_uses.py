@@ -48,7 +48,7 @@ def _check(
     first = sum(map(ord, words))  # another layer for each use
     for number, kind in enumerate(DATA):
         name = layers[(first + number) % len(layers)].name
-        some = [stack.batch_of(name, kind) for _ in range(batches)]
+        some = [stack.batch(name, kind=kind) for _ in range(batches)]
         for mine, y_TH in zip(some, use(stack, name, some, number), strict=True):
             check_same(y_TH, stack.due(name, mine), f"layer {name!r} {words}, of a batch with {kind},")
 
@@ -74,7 +74,7 @@ def all_data_moves(trial: Trial) -> None:
     made = trial.plan(*specs)
     for number, kind in enumerate(DATA):
         for spec in (specs[0], specs[1 + number % (len(specs) - 1)]):  # plain rows, and rows with scales
-            check_movement(trial, spec, kind=kind, made=made)
+            check_movement(trial, spec, tokens=(None,), kind=kind, made=made)
 
 
 def all_data_in_calls(trial: Trial) -> None:
@@ -88,7 +88,7 @@ def all_data_in_calls(trial: Trial) -> None:
 
 
 def all_data_started(trial: Trial) -> None:
-    """So do batches that are started and finished; the caller may use its rows for something else in between."""
+    """Batches that are started and finished give right results; the caller may overwrite its rows in between."""
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
         (mine,) = batches
@@ -103,7 +103,7 @@ def all_data_started(trial: Trial) -> None:
 
 
 def all_data_in_flight(trial: Trial) -> None:
-    """So do two batches in flight, of a plan that was made for two."""
+    """Two batches in flight, of a plan that was made for two, give right results."""
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
         pending = [_start(stack, name, mine) for mine in batches]
@@ -115,7 +115,7 @@ def all_data_in_flight(trial: Trial) -> None:
 
 
 def all_data_by_choices(trial: Trial) -> None:
-    """So do layers whose choices are summed at home (`sum="choices"`), called and started; or a plan refuses them."""
+    """Layers whose choices the source rank sums (`sum="choices"`) give right results, or a plan refuses them."""
     layers = _changed(sum="choices")
     if not trial.exchange.returns_choices:
         must_raise(PlanError, trial.plan, *layers, when='a layer with sum="choices"')
@@ -130,7 +130,7 @@ def all_data_by_choices(trial: Trial) -> None:
 
 
 def all_data_after_moves(trial: Trial) -> None:
-    """So do layers whose experts have moved to other ranks (`plan.rebalance`), again and again."""
+    """Layers whose experts have moved to other ranks (`plan.rebalance`), several times, give right results."""
     world = trial.group.size
     tables = [
         Placement.explicit(6, [[e for e in range(6) if (e + shift) % world == rank] for rank in range(world)])
@@ -146,7 +146,7 @@ def all_data_after_moves(trial: Trial) -> None:
 
 
 def all_data_while_plans_grow(trial: Trial) -> None:
-    """So do layers of a plan that is extended by others, and drops them."""
+    """Layers of a plan that is extended by other layers, and drops them, give right results."""
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
         if number % 5 == 0:
@@ -172,11 +172,11 @@ def all_data_between_idle_calls(trial: Trial) -> None:
 
 
 def all_data_after_errors(trial: Trial) -> None:
-    """So do calls after a call that failed on one rank, in its input or in its experts, which remembers nothing."""
+    """Calls after one that failed on one rank, in its input or in its experts, give right results."""
     last = trial.group.size - 1
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
-        other = stack.batch_of(name, "as many rows as may come")
+        other = stack.batch(name, kind="as many rows as may come")
         kind: type[Exception] = InputError if trial.group.rank == last else PeerFailed
         bad = other.with_ids(other.routes.topk_ids_TK + 6) if trial.group.rank == last else other
         must_raise(kind, stack.run, name, bad, when=f"ids that no expert has on rank {last}")
@@ -189,21 +189,21 @@ def all_data_after_errors(trial: Trial) -> None:
 
 
 def all_data_in_passes(trial: Trial) -> None:
-    """So do batches that go in several passes (`max_rows`), where the exchange declares `bounds_rows`."""
+    """Batches in several passes (`max_rows`) give right results, where the exchange declares `bounds_rows`."""
     if not trial.exchange.for_device(trial.group.device).bounds_rows:
         return  # `rows_bounded_as_declared` checks that a plan refuses it
     _check(trial, _call, "with a bound of the rows", max_rows=2 * trial.group.size)
 
 
 def all_data_watched(trial: Trial) -> None:
-    """So do plans that watch themselves (`paranoid`) and find nothing wrong, where the exchange declares `watches`."""
+    """Paranoid plans give right results, and raise no false alarm, where the exchange declares `watches`."""
     if trial.exchange.for_device(trial.group.device).watches(trial.group) is not None:
         return  # `paranoid_as_declared` checks that a plan refuses it
     _check(trial, _call, "in a plan that watches itself", paranoid=True)
 
 
 def all_data_unreduced(trial: Trial) -> None:
-    """So do results that the caller sums over ranks, where the exchange does not sum inside hosts."""
+    """Results that the caller sums over ranks are right, where the exchange does not sum inside hosts."""
     if trial.exchange.sums_in_hosts:
         return  # `unreduced_rows` checks that a plan refuses it
 
@@ -215,7 +215,7 @@ def all_data_unreduced(trial: Trial) -> None:
 
 
 def all_data_beside_another_plan(trial: Trial) -> None:
-    """So do batches that are under way while a layer of another plan runs: plans share no memory for their work."""
+    """Batches that are in flight while a layer of another plan runs give right results: plans share no memory."""
     other = CheckedLayers(trial, LAYERS)
 
     def use(stack: CheckedLayers, name: str, batches: Sequence[Batch], number: int) -> list[Tensor]:
@@ -229,7 +229,7 @@ def all_data_beside_another_plan(trial: Trial) -> None:
 
 
 def all_data_where_calls_survive(trial: Trial) -> None:
-    """So do plans whose calls survive a loss (`survive=True`), as long as no rank is lost."""
+    """Plans whose calls survive a loss (`survive=True`) give right results as long as no rank is lost."""
     world = trial.group.size
     if not trial.exchange.returns_choices:
         return
@@ -240,15 +240,13 @@ def all_data_where_calls_survive(trial: Trial) -> None:
 def many_rows(trial: Trial) -> None:
     """A rank may send more rows than 16 bits can count, and all of them to one rank."""
     most = 66_000
-    spec = layer(
-        hidden_size=2,
-        intermediate_size=1,
-        num_experts=trial.group.size,
-        top_k=1,
-        max_tokens=most,
-        payloads=(),
-    )
-    stack = CheckedLayers(trial, (spec,))
+    sizes: dict[str, Any] = {
+        "hidden_size": 2,
+        "intermediate_size": 1,
+        "num_experts": trial.group.size,
+        "top_k": 1,
+    }
+    stack = CheckedLayers(trial, (layer(**sizes, max_tokens=most, payloads=()),))
     last = trial.group.size - 1
     mine = stack.batch("moe", most if trial.group.rank == 0 else 1)
     mine = mine.with_ids(torch.full_like(mine.routes.topk_ids_TK, last))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import formats
+from tokenyard.conformance.cases import excess
 from tokenyard.conformance.oracle import exact_activation, quantizing_error
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
@@ -72,11 +73,21 @@ class ExpertsBatch:
 
     def result(self, cls: type[Experts], **options: Any) -> Tensor:
         """The finished rows."""
-        return finished_rows(cls, self.build(cls, **options), self.received(cls))
+        return finished_rows(self.build(cls, **options), self.received(cls))
+
+    def first(self, count: int) -> ExpertsBatch:
+        """The first rows of this batch."""
+        return self.with_rows(torch.arange(count))
+
+    def with_rows(self, index_N: Tensor) -> ExpertsBatch:
+        """Some rows of this batch, in this order."""
+        ids_NK, weights_NK = self.routes.ids_RK[index_N], self.routes.weights_RK[index_N]
+        routes = LocalRoutes(ids_RK=ids_NK, weights_RK=weights_NK)
+        return replace(self, x_RH=self.x_RH[index_N], routes=routes)
 
 
-def finished_rows(cls: type[Experts], experts: Experts, received: ReceivedRows) -> Tensor:
-    result = experts(received, finalize=cls.finalizes)
+def finished_rows(experts: Experts, received: ReceivedRows) -> Tensor:
+    result = experts(received, finalize=experts.finalizes)
     if isinstance(result, UnfinalizedRows):
         result = result.finish()
     rows_RH, device = result.rows_RH, received.rows.device
@@ -161,6 +172,22 @@ def draw_batch(
     )
 
 
+def draw_batches(
+    cls: type[Experts], device: torch.device, *, seed: int = 0, count: int = _DRAWS
+) -> Iterator[ExpertsBatch]:
+    """A batch for each of some random specs that the class supports."""
+    for number, spec in enumerate(draw_specs(cls, seed, count)):
+        yield draw_batch(spec, seed=number, device=device)
+
+
+def expect_bound(
+    rows_RH: Tensor, batch: ExpertsBatch, where: str = "", expected: str = "every element within it"
+) -> None:
+    """Raise a finding unless the result of a batch is within the bound around the float64 one."""
+    over = excess(rows_RH, *exact(batch))
+    expect(over <= 0, f"{over:.3g} beyond the bound for {in_words(batch.spec)}{where}", expected)
+
+
 def activation_error(act: Activation, pre: Tensor, error: Tensor) -> Tensor:
     """How far the activation's result may be off, if its input is off by `error`."""
     (gate, up), (gate_error, up_error) = act.split(pre), act.split(error)
@@ -207,6 +234,12 @@ def exact(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
             y_RH[taken] += y * last
             bound_RH[taken] += (y_error + (spec.top_k + 1) * _FLOAT32 * y.abs()) * last.abs()
     return y_RH, bound_RH * 1.01  # for errors of second order
+
+
+def expect_weight_format(name: str) -> None:
+    """Raise a finding unless a name in `weight_formats` is that of a format of weights."""
+    known = ", ".join(WEIGHT_FORMATS)
+    expect(name in WEIGHT_FORMATS, f"`weight_formats` has {name!r}", f"formats of weights: {known}")
 
 
 def in_words(spec: ExpertsSpec) -> str:

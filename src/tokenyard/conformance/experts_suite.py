@@ -14,32 +14,17 @@ import torch
 from torch import Tensor
 
 from tokenyard import formats
-from tokenyard.conformance.cases import excess, same_bits
-from tokenyard.conformance.experts_bound import (
-    ROWS,
-    ExpertsBatch,
-    draw_batch,
-    draw_specs,
-    exact,
-    finished_rows,
-    in_words,
-    row_dtype,
-    supported_batch,
-)
-from tokenyard.conformance.runner import Finding, expect
-from tokenyard.experts import ACTIVATIONS, Experts, ExpertsSpec, activation
-from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
+from tokenyard.conformance import experts_bound as bound
+from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.experts_bound import ROWS, draw_batch, expect_bound, finished_rows, supported_batch
+from tokenyard.conformance.runner import expect, expect_same, unchanged
+from tokenyard.experts import ACTIVATIONS, Experts, ExpertsSpec, ExpertWeights, activation
+from tokenyard.formats import QuantizedMatrix
 from tokenyard.rows import ExpertRows, LocalRoutes, UnfinalizedRows, describe
 
 _ALL_BUT = 2.0**-12  # of the norm of a row of weights: far below the rounding of any product
 # Formats whose decoded numbers every 16-bit dtype can hold, so that decoding them is exact.
 _EXACT_CODES = ("mxfp8", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)")
-
-
-def _expect_bound(rows_RH: Tensor, batch: ExpertsBatch, where: str, expected: str) -> None:
-    """Raise a finding unless the result of a batch is within the bound."""
-    over = excess(rows_RH, *exact(batch))
-    expect(over <= 0, f"{over:.3g} beyond the bound {where}", expected)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------
@@ -52,59 +37,45 @@ def one_type_returned(cls: type[Experts], device: torch.device) -> None:
     for finalize in (True, False) if cls.finalizes else (False,):
         result: object = experts.compute(received, finalize=finalize)
         kind = ExpertRows if finalize else UnfinalizedRows
-        expect(
-            isinstance(result, kind),
-            f"compute(finalize={finalize}) returned {describe(result)}",
-            kind.__name__,
-        )
-    rows_RH = finished_rows(cls, experts, received)
-    shape = (ROWS, batch.spec.hidden_size)
-    expect(
-        tuple(rows_RH.shape) == shape and rows_RH.is_floating_point(),
-        f"the finished rows are {describe(rows_RH)}",
-        f"a floating-point tensor {list(shape)}: a row for every received row",
-    )
+        found = f"compute(finalize={finalize}) returned {describe(result)}"
+        expect(isinstance(result, kind), found, kind.__name__)
+    rows_RH, shape = finished_rows(experts, received), [ROWS, batch.spec.hidden_size]
+    fine = list(rows_RH.shape) == shape and rows_RH.is_floating_point()
+    expected = f"a floating-point tensor {shape}: a row for every received row"
+    expect(fine, f"the finished rows are {describe(rows_RH)}", expected)
 
 
 def finalizing_agrees(cls: type[Experts], device: torch.device) -> None:
     """Rows that the experts finalize are bitwise those that the receiver finishes."""
     if not cls.finalizes:
         return
-    for seed, spec in enumerate(draw_specs(cls, count=12)):
-        batch = draw_batch(spec, seed=seed, device=device)
+    for batch in bound.draw_batches(cls, device, count=12):
         experts, received = batch.build(cls), batch.received(cls)
         finalized, unfinalized = experts(received, finalize=True), experts(received, finalize=False)
         assert isinstance(finalized, ExpertRows)
         assert isinstance(unfinalized, UnfinalizedRows)
-        expect(
-            same_bits(finalized.rows_RH.float(), unfinalized.finish().rows_RH.float()),
-            f"finalize=True and finalize=False differ for {in_words(spec)}",
-            "the same bits",
-        )
+        found = f"finalize=True and finalize=False differ for {bound.in_words(batch.spec)}"
+        expect_same(finalized.rows_RH.float(), unfinalized.finish().rows_RH.float(), found)
 
 
 def within_the_bound(cls: type[Experts], device: torch.device) -> None:
     """For every supported spec the result is within the bound around the float64 one: weighted once, summed once."""
-    for seed, spec in enumerate(draw_specs(cls)):
-        batch = draw_batch(spec, seed=seed, device=device)
-        _expect_bound(batch.result(cls), batch, f"for {in_words(spec)}", "every element within it")
+    for batch in bound.draw_batches(cls, device):
+        expect_bound(batch.result(cls), batch)
 
 
 def rows_are_quantized_once(cls: type[Experts], device: torch.device) -> None:
     """Rows that arrive quantized are taken as they are; plain rows are quantized where the spec asks for it."""
-    for seed, drawn in enumerate(draw_specs(cls, count=12)):
-        name = _EXACT_CODES[seed % len(_EXACT_CODES)]
+    for number, drawn in enumerate(bound.draw_batches(cls, device, count=12)):
+        name = _EXACT_CODES[number % len(_EXACT_CODES)]
         code = formats.get(name)
         for wire, rows in ((code, None), (code, code), (None, code)):
-            spec = replace(drawn, rows=rows)
-            if cls.supports(spec) is not None:
-                continue
-            batch = replace(draw_batch(spec, seed=seed, device=device), wire=wire)
-            given_RH = code.encode(batch.x_RH).decode(torch.float32)
-            how = f"rows that arrive {'plain' if wire is None else 'so'}, and experts that compute on "
-            how += "what arrives" if rows is None else "such rows"
-            given = replace(batch, x_RH=given_RH)
-            _expect_bound(batch.result(cls), given, f"for {name}, {how}", "rows that are quantized once")
+            batch = replace(drawn, spec=replace(drawn.spec, rows=rows), wire=wire)
+            if cls.supports(batch.spec) is None:
+                given = replace(batch, x_RH=code.encode(batch.x_RH).decode(torch.float32))
+                how = f", rows that arrive {'plain' if wire is None else f'in {name}'}, and experts that compute "
+                how += "on what arrives" if rows is None else f"on {name}"
+                expect_bound(batch.result(cls), given, how, "rows that are quantized once")
 
 
 def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
@@ -117,10 +88,11 @@ def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
     weights_RK[ids_RK < 0] = float("nan")  # not used there
     rows_RH = replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)).result(cls)
     for row in (3, 9):
-        expect(
-            not bool(rows_RH[row].any()), f"row {row}, for nobody, is {rows_RH[row, :4].tolist()}", "zeros"
-        )
-    expect(bool(torch.isfinite(rows_RH).all()), "NaN of a row for nobody reached another row", "finite rows")
+        found = f"row {row}, for no expert, is {rows_RH[row, :4].tolist()}"
+        expect(not bool(rows_RH[row].any()), found, "zeros")
+    expect(
+        bool(torch.isfinite(rows_RH).all()), "NaN of a row for no expert reached another row", "finite rows"
+    )
 
 
 def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
@@ -145,7 +117,7 @@ def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> N
     batch = supported_batch(cls, device, least_k=2)
     ids_RK = batch.routes.ids_RK[:, :1].clamp(min=0).expand(-1, batch.spec.top_k).contiguous()
     batch = replace(batch, routes=replace(batch.routes, ids_RK=ids_RK))
-    _expect_bound(batch.result(cls), batch, "where all choices name one expert", "both to count")
+    expect_bound(batch.result(cls), batch, ", where all choices name one expert", "both to count")
 
 
 def empty_batches(cls: type[Experts], device: torch.device) -> None:
@@ -155,7 +127,7 @@ def empty_batches(cls: type[Experts], device: torch.device) -> None:
     expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
     batch = supported_batch(cls, device)
     batch.routes.ids_RK.fill_(-1)
-    expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
+    expect(not bool(batch.result(cls).any()), "a batch for no expert gave something", "zeros")
     spec = replace(batch.spec, num_local_experts=0, num_experts=batch.spec.num_local_experts)
     if cls.supports(spec) is None:
         for rows in (0, ROWS):
@@ -172,29 +144,33 @@ def _means(held: Tensor | QuantizedMatrix, given: Tensor | QuantizedMatrix) -> b
     return bool(((found - exact).norm(dim=-1) <= _ALL_BUT * exact.norm(dim=-1)).all())
 
 
+def _expect_weights(experts: Experts, given: ExpertWeights, found: str, expected: str) -> None:
+    """Raise a finding unless experts hold the matrices that they were given."""
+    for name in ("w13", "w2"):
+        fine = _means(getattr(experts.weights, name), getattr(given, name))
+        expect(fine, f"{found} {name}", expected)
+
+
 def nothing_is_changed(cls: type[Experts], device: torch.device) -> None:
     """Neither rows, nor routes, nor weights are changed by computing, adopted weights included."""
     batch = supported_batch(cls, device)
     routes = batch.routes_there()
     received = batch.received(cls, routes)
-    tensors = {
+    given = {
         "x_RH": received.rows.payloads["data"],
         "ids_RK": routes.ids_RK,
         "weights_RK": routes.weights_RK,
         **batch.weights.by_name(),
     }
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    experts = batch.build(cls, adopt=True)
-    for name in ("w13", "w2"):
-        what = f"the experts do not hold the {name} that they were given"
-        expect(_means(getattr(experts.weights, name), getattr(batch.weights, name)), what, "it untouched")
-    own = {name: tensor.clone() for name, tensor in experts.weights.by_name().items()}
-    for finalize in (True, False) if cls.finalizes else (False,):
-        experts(received, finalize=finalize)
-    for name, tensor in tensors.items():
-        expect(same_bits(tensor, before[name]), f"{name} was changed", "it untouched")
-    for name, tensor in experts.weights.by_name().items():
-        expect(same_bits(tensor, own[name]), f"the experts' own {name} was changed", "it untouched")
+    with unchanged(given):
+        experts = batch.build(cls, adopt=True)
+        _expect_weights(
+            experts, batch.weights, "the experts do not hold what they were given as", "it untouched"
+        )
+        own = {f"the experts' own {name}": tensor for name, tensor in experts.weights.by_name().items()}
+        with unchanged(own):
+            for finalize in (True, False) if cls.finalizes else (False,):
+                experts(received, finalize=finalize)
 
 
 def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
@@ -202,30 +178,26 @@ def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
     batch = supported_batch(cls, device, seed=1)
     other = draw_batch(batch.spec, seed=2, device=device)
     experts, received = batch.build(cls), batch.received(cls)
-    finished_rows(cls, experts, received)  # so that what is prepared only once is prepared before `load_`
+    finished_rows(experts, received)  # so that what is prepared only once is prepared before `load_`
     pointers = {name: tensor.data_ptr() for name, tensor in experts.named_buffers()}
     experts.load_(other.weights)
     for name, tensor in experts.named_buffers():
         stays = tensor.data_ptr() == pointers[name]
         expect(stays, f"load_ put another tensor in the place of {name}", "the same")
-    for name in ("w13", "w2"):
-        fine = _means(getattr(experts.weights, name), getattr(other.weights, name))
-        expect(fine, f"load_ did not take {name}", "the new weights")
-    expected = other.build(cls).weights.by_name()
+    _expect_weights(experts, other.weights, "load_ did not take", "the new weights")
+    due = other.build(cls).weights.by_name()
     for name, tensor in experts.weights.by_name().items():
-        fine = same_bits(tensor, expected[name])
-        expect(fine, f"load_ did not take {name}", "the new weights")
+        expect_same(tensor, due[name], f"load_ did not take {name}", "the new weights")
     new = replace(batch, weights=other.weights)
-    over = excess(finished_rows(cls, experts, received), *exact(new))
-    expect(over <= 0, f"after load_, {over:.3g} beyond the bound", "the result of the new weights")
+    expect_bound(finished_rows(experts, received), new, ", after load_", "the result of the new weights")
 
 
 def computing_repeats(cls: type[Experts], device: torch.device) -> None:
     """The same batch twice gives the same bits."""
     batch = supported_batch(cls, device)
     experts, received = batch.build(cls), batch.received(cls)
-    first, second = finished_rows(cls, experts, received).clone(), finished_rows(cls, experts, received)
-    expect(same_bits(first, second), "computing twice gave two results", "the same bits")
+    first, second = finished_rows(experts, received).clone(), finished_rows(experts, received)
+    expect_same(first, second, "computing twice gave two results")
 
 
 def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
@@ -236,19 +208,22 @@ def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
         other = draw_batch(batch.spec, rows, seed=20 + number, device=device)
         # Experts that route by themselves have a router that answers with the routes of the first batch.
         here = replace(batch, x_RH=other.x_RH, routes=batch.routes if cls.routes_itself else other.routes)
-        rows_RH = finished_rows(cls, experts, here.received(cls))
-        _expect_bound(rows_RH, here, f"in batch {number + 1} of the same experts", "its own rows and routes")
+        rows_RH, where = (
+            finished_rows(experts, here.received(cls)),
+            f", in batch {number + 1} of the same experts",
+        )
+        expect_bound(rows_RH, here, where, "its own rows and routes")
 
 
 def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
     """Two layers of one spec have weights of their own, also when they compute in turns."""
-    first, second = (
-        draw_batch(supported_batch(cls, device).spec, seed=seed, device=device) for seed in (31, 32)
-    )
-    built = [(batch, batch.build(cls)) for batch in (first, second)]
+    spec = supported_batch(cls, device).spec
+    built = [
+        (batch, batch.build(cls)) for batch in (draw_batch(spec, ROWS, seed, device) for seed in (31, 32))
+    ]
     for batch, experts in built * 2:
-        rows_RH = finished_rows(cls, experts, batch.received(cls))
-        _expect_bound(rows_RH, batch, "beside others with other weights", "the result of the own weights")
+        rows_RH = finished_rows(experts, batch.received(cls))
+        expect_bound(rows_RH, batch, ", beside others with other weights", "the result of the own weights")
 
 
 def results_are_kept(cls: type[Experts], device: torch.device) -> None:
@@ -259,27 +234,20 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
         for experts, caller in ((batch.build(cls), "the same experts"), (later.build(cls), "other experts")):
             first = batch.build(cls) if caller == "other experts" else experts
             result = first(batch.received(cls), finalize=finalize)
-            tensors = [value for value in vars(result).values() if isinstance(value, Tensor)]
-            before = [tensor.clone() for tensor in tensors]
-            experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
-            found = f"a result was changed by a later call of {caller}"
-            expect(all(map(same_bits, tensors, before)), found, "memory of its own, until it is combined")
+            kept = {
+                f"`{name}` of a result": one for name, one in vars(result).items() if isinstance(one, Tensor)
+            }
+            with unchanged(kept, f" by a later call of {caller}", "memory of its own, until it is combined"):
+                experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
 
 
 def formats_as_declared(cls: type[Experts], device: torch.device) -> None:
     """For every format in `weight_formats` some layer is supported."""
     for name in cls.weight_formats:
-        if name not in WEIGHT_FORMATS:
-            raise Finding(
-                f"`weight_formats` has {name!r}", f"formats of weights: {', '.join(WEIGHT_FORMATS)}"
-            )
+        bound.expect_weight_format(name)
         reasons = [cls.supports(spec) for spec in _specs_of(name)]
-        if None not in reasons:
-            raise Finding(
-                f"`weight_formats` has {name!r}, and `supports` refused {len(reasons)} layers with it, the last "
-                f"with: {reasons[-1]}",
-                "a declared format to be supported",
-            )
+        found = f"`weight_formats` has {name!r}, and `supports` refused {len(reasons)} layers with it, the last with: "
+        expect(None in reasons, f"{found}{reasons[-1]}", "a declared format to be supported")
 
 
 def _specs_of(weights: str) -> Iterator[ExpertsSpec]:
@@ -293,6 +261,6 @@ def _specs_of(weights: str) -> Iterator[ExpertsSpec]:
             activation=activation(formula),
             bias=bias,
             weights=weights,
-            dtype=row_dtype(weights),
+            dtype=bound.row_dtype(weights),
             weight_on=weight_on,  # type: ignore[arg-type]
         )

@@ -13,19 +13,11 @@ import torch
 from torch import Tensor
 
 from tokenyard import formats
+from tokenyard.conformance import experts_bound as bound
 from tokenyard.conformance.batch_data import DATA, DataKind, large
 from tokenyard.conformance.cases import excess, same_numbers
-from tokenyard.conformance.experts_bound import (
-    ExpertsBatch,
-    draw_batch,
-    draw_specs,
-    exact,
-    finished_rows,
-    in_words,
-    row_dtype,
-    supported_batch,
-)
-from tokenyard.conformance.runner import Finding, expect
+from tokenyard.conformance.experts_bound import ExpertsBatch, draw_batch, draw_batches, expect_bound
+from tokenyard.conformance.runner import expect, expect_same
 from tokenyard.duties import Duty, Ledger
 from tokenyard.errors import InputError
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights, activation
@@ -43,18 +35,12 @@ def _with(batch: ExpertsBatch, kind: DataKind, seed: int) -> ExpertsBatch:
     return replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK))
 
 
-def _first(batch: ExpertsBatch, count: int) -> ExpertsBatch:
-    """The first rows of a batch."""
-    routes = LocalRoutes(ids_RK=batch.routes.ids_RK[:count], weights_RK=batch.routes.weights_RK[:count])
-    return replace(batch, x_RH=batch.x_RH[:count], routes=routes)
-
-
 def _invariant_specs(cls: type[Experts], device: torch.device) -> Iterator[ExpertsSpec]:
     """Supported specs whose rows must have the same bits in every batch: of each format of weights."""
     if device.type not in cls.batch_invariant:
         return
     for weights in cls.weight_formats:
-        for drawn in draw_specs(cls, seed=5, count=60):
+        for drawn in bound.draw_specs(cls, seed=5, count=60):
             spec = replace(drawn, batch_invariant=True)
             if spec.weights == weights and spec.hidden_size > 8 and cls.supports(spec) is None:
                 yield spec
@@ -66,12 +52,11 @@ def _invariant_specs(cls: type[Experts], device: torch.device) -> Iterator[Exper
 
 def all_data_within_the_bound(cls: type[Experts], device: torch.device) -> None:
     """Rows, weights and routes of every kind of data give results within the bound; NaN gives NaN."""
-    specs = list(draw_specs(cls, seed=3, count=12))
+    drawn = list(draw_batches(cls, device, seed=3, count=12))
     for number, (name, kind) in enumerate(NUMBERS.items()):
-        spec = specs[number % len(specs)]
-        batch = _with(draw_batch(spec, seed=number, device=device), kind, number)
-        rows_RH, (exact_RH, bound_RH) = batch.result(cls), exact(batch)
-        where = f"for {in_words(spec)}, and rows with {name}"
+        batch = _with(drawn[number % len(drawn)], kind, number)
+        rows_RH, (exact_RH, bound_RH) = batch.result(cls), bound.exact(batch)
+        where = f"for {bound.in_words(batch.spec)}, and rows with {name}"
         lost = exact_RH.isnan() & ~rows_RH.isnan() & batch.x_RH.isnan().any(dim=1, keepdim=True)
         expect(not bool(lost.any()), f"NaN became a number {where}", "NaN")
         known = exact_RH.isfinite() & bound_RH.isfinite()
@@ -84,48 +69,42 @@ def all_data_within_the_bound(cls: type[Experts], device: torch.device) -> None:
 
 def every_number_of_rows(cls: type[Experts], device: torch.device) -> None:
     """Batches of every number of rows, odd ones and those at the ends of tiles, are within the bound."""
-    for spec in draw_specs(cls, seed=6, count=2):
+    for spec in bound.draw_specs(cls, seed=6, count=2):
         whole = draw_batch(spec, rows=_MOST_ROWS, seed=6, device=device)
         experts = whole.build(cls) if not cls.routes_itself else None
-        exact_RH, bound_RH = exact(whole)
         for rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 64, _MOST_ROWS):
-            batch = _first(whole, rows)
-            rows_RH = finished_rows(cls, experts or batch.build(cls), batch.received(cls))
-            over = excess(rows_RH, exact_RH[:rows], bound_RH[:rows])
-            found = f"{over:.3g} beyond the bound for {rows} rows, {in_words(spec)}"
-            expect(over <= 0, found, "every element within it")
+            batch = whole.first(rows)
+            rows_RH = bound.finished_rows(experts or batch.build(cls), batch.received(cls))
+            expect_bound(rows_RH, batch, f", for {rows} rows")
 
 
 def many_rows_and_experts(cls: type[Experts], device: torch.device) -> None:
     """A rank may have more experts than a byte can count, and an expert more rows."""
-    drawn = next(draw_specs(cls, seed=8))
+    drawn = next(bound.draw_specs(cls, seed=8))
     spec = replace(drawn, hidden_size=16, intermediate_size=16, num_local_experts=300, top_k=2)
     if cls.supports(spec) is not None:
         return
     batch = draw_batch(spec, rows=600, seed=8, device=device)
     batch.routes.ids_RK[:, 0] = 299  # all rows have it
-    over = excess(batch.result(cls), *exact(batch))
-    expect(over <= 0, f"{over:.3g} beyond the bound for 600 rows and 300 experts", "every element within it")
+    expect_bound(batch.result(cls), batch, ", for 600 rows and 300 experts")
 
 
 def moved_weights_are_used(cls: type[Experts], device: torch.device) -> None:
     """Weights that `movable()` gives may be written at any time, as a rebalance does: the next result is theirs."""
     if cls.routes_itself:
         return
-    for seed, spec in enumerate(draw_specs(cls, seed=9, count=4)):
-        batch, other = (draw_batch(spec, seed=seed + more, device=device) for more in (0, 100))
+    for seed, batch in enumerate(draw_batches(cls, device, seed=9, count=4)):
+        other = draw_batch(batch.spec, seed=seed + 100, device=device)
         experts, received = batch.build(cls), batch.received(cls)
-        finished_rows(cls, experts, received)  # what is prepared once is prepared now
+        bound.finished_rows(experts, received)  # what is prepared once is prepared now
         try:
             tensors, new = experts.movable(), other.build(cls).movable()
         except InputError:
             return  # it says that its experts do not move
         for name, tensor in tensors.items():
             tensor.copy_(new[name])
-        moved = replace(batch, weights=other.weights)
-        over = excess(finished_rows(cls, experts, received), *exact(moved))
-        found = f"after experts have moved, {over:.3g} beyond the bound for {in_words(spec)}"
-        expect(over <= 0, found, "the result of the weights that came")
+        moved, rows_RH = replace(batch, weights=other.weights), bound.finished_rows(experts, received)
+        expect_bound(rows_RH, moved, ", after experts have moved", "the result of the weights that came")
 
 
 def invariant_as_declared(cls: type[Experts], device: torch.device) -> None:
@@ -134,18 +113,12 @@ def invariant_as_declared(cls: type[Experts], device: torch.device) -> None:
         batch = draw_batch(spec, rows=_MOST_ROWS, seed=seed, device=device)
         batch.routes.ids_RK[:, 0] = torch.arange(_MOST_ROWS) % spec.num_local_experts
         experts = batch.build(cls)
-        whole = _choices(experts, cls, batch)
+        whole_RKH, words = _choices(experts, cls, batch), bound.in_words(spec)
         for chosen in ([3], [64], [3, 4], list(range(17)), list(reversed(range(64))), [3] * 9 + [5] * 40):
-            index_N = torch.tensor(chosen)
-            routes = LocalRoutes(
-                ids_RK=batch.routes.ids_RK[index_N], weights_RK=batch.routes.weights_RK[index_N]
-            )
-            some = replace(batch, x_RH=batch.x_RH[index_N], routes=routes)
-            fine = same_numbers(_choices(experts, cls, some), whole[index_N])
-            found = (
-                f"`batch_invariant`: rows have other bits in a batch of {len(chosen)} for {in_words(spec)}"
-            )
-            expect(fine, found, "the same bits in every batch, as declared")
+            found_RKH = _choices(experts, cls, batch.with_rows(torch.tensor(chosen)))
+            found = f"`batch_invariant`: rows have other bits in a batch of {len(chosen)} for {words}"
+            expected = "the same bits in every batch, as declared"
+            expect_same(found_RKH, whole_RKH[chosen], found, expected, same_numbers)
 
 
 def _choices(experts: Experts, cls: type[Experts], batch: ExpertsBatch) -> Tensor:
@@ -161,8 +134,7 @@ def _choices(experts: Experts, cls: type[Experts], batch: ExpertsBatch) -> Tenso
 
 def strides_as_declared(cls: type[Experts], device: torch.device) -> None:
     """Adopted weights of any strides give the result of their copies, which the experts may make."""
-    for seed, spec in enumerate(draw_specs(cls, seed=11, count=4)):
-        batch = draw_batch(spec, seed=seed, device=device)
+    for batch in draw_batches(cls, device, seed=11, count=4):
         given = batch.weights
         matrices: dict[str, Any] = {}
         for name in ("w13", "w2"):
@@ -173,9 +145,8 @@ def strides_as_declared(cls: type[Experts], device: torch.device) -> None:
             else:
                 matrices[name] = _strided(matrix)
         strided = replace(batch, weights=replace(given, **matrices))
-        over = excess(strided.result(cls, adopt=True), *exact(batch))
-        found = f"adopted weights with strides: {over:.3g} beyond the bound for {in_words(spec)}"
-        expect(over <= 0, found, "the result of their copies")
+        rows_RH, expected = strided.result(cls, adopt=True), "the result of their copies"
+        expect_bound(rows_RH, batch, ", with adopted weights with strides", expected)
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -186,10 +157,9 @@ def _strided(tensor: Tensor) -> Tensor:
 
 def rows_in_slots(cls: type[Experts], device: torch.device) -> None:
     """Rows may lie in any slots of a larger buffer; results go into the exchange's buffer where that is declared."""
-    for seed, spec in enumerate(draw_specs(cls, seed=12, count=4)):
-        batch = draw_batch(spec, seed=seed, device=device)
+    for batch in draw_batches(cls, device, seed=12, count=4):
         experts, received = batch.build(cls), batch.received(cls)
-        due_RH, count = finished_rows(cls, experts, received), received.num_rows
+        due_RH, count = bound.finished_rows(experts, received), received.num_rows
         slots_R = (torch.arange(count) * 7 % (2 * count + 3)).to(device)
         rows = received.rows
         payloads = {}
@@ -199,27 +169,24 @@ def rows_in_slots(cls: type[Experts], device: torch.device) -> None:
             buffer[slots_R] = payload
             payloads[name] = buffer
         in_slots = replace(received, rows=replace(rows, payloads=payloads), slots_R=slots_R)
-        found_RH = finished_rows(cls, experts, in_slots)
-        expect(same_numbers(found_RH, due_RH), "rows in slots gave other bits", "those of the rows alone")
+        found_RH, alone = bound.finished_rows(experts, in_slots), "those of the rows alone"
+        expect_same(found_RH, due_RH, "rows in slots gave other bits", alone, same_numbers)
         if cls.places_results:
-            rows_SH = torch.full((2 * count + 3, spec.hidden_size), torch.nan, device=device)
+            rows_SH = torch.full((2 * count + 3, batch.spec.hidden_size), torch.nan, device=device)
             place = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
             placed = experts(replace(in_slots, results=place, place=place), finalize=True)
             expect(isinstance(placed, PlacedRows), f"it returned {type(placed).__name__}", "PlacedRows")
-            fine = same_numbers(rows_SH[slots_R].cpu(), due_RH.float())
-            expect(fine, "results that were placed have other bits", "those that are returned elsewhere")
-            others = torch.ones(len(rows_SH), dtype=torch.bool, device=device)
-            others[slots_R] = False
-            expect(
-                bool(rows_SH[others].isnan().all()), "a slot without a row was written", "only those of rows"
-            )
+            placed_RH, found = rows_SH[slots_R].cpu(), "results that were placed have other bits"
+            expect_same(placed_RH, due_RH.float(), found, "those that are returned elsewhere", same_numbers)
+            rows_SH[slots_R] = torch.nan
+            expect(bool(rows_SH.isnan().all()), "a slot without a row was written", "only those of rows")
 
 
 def duties_as_declared(cls: type[Experts], device: torch.device) -> None:
     """With `counts_duties`, `compute` records each weighting and each sum that it does, once."""
     if not cls.counts_duties:
         return
-    batch = supported_batch(cls, device)
+    batch = bound.supported_batch(cls, device)
     experts, received, pairs = batch.build(cls), batch.received(cls), int((batch.routes.ids_RK >= 0).sum())
     for finalize in (True, False) if cls.finalizes else (False,):
         with Ledger().open() as ledger:
@@ -227,15 +194,13 @@ def duties_as_declared(cls: type[Experts], device: torch.device) -> None:
         for duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):
             early = duty is Duty.WEIGHT and batch.spec.weight_on == "input"
             due = pairs if finalize or early else 0
-            found = sum(ledger.rows(duty).values())
-            expect(
-                found == due, f"duty {duty.value!r} was recorded for {found} rows", f"{due}, as it was done"
-            )
+            rows = sum(ledger.rows(duty).values())
+            expect(rows == due, f"duty {duty.value!r} was recorded for {rows} rows", f"{due}, as it was done")
 
 
 def nothing_global_is_changed(cls: type[Experts], device: torch.device) -> None:
     """Computing draws no random numbers, and changes neither torch's threads nor its defaults."""
-    batch = supported_batch(cls, device)
+    batch = bound.supported_batch(cls, device)
     experts, received = batch.build(cls), batch.received(cls)
 
     def state() -> tuple[object, ...]:
@@ -243,38 +208,30 @@ def nothing_global_is_changed(cls: type[Experts], device: torch.device) -> None:
         return (*modes, tuple(torch.get_rng_state().tolist()))
 
     before = state()
-    finished_rows(cls, experts, received)
+    bound.finished_rows(experts, received)
     expect(state() == before, "computing changed a setting of torch, or drew random numbers", "nothing")
 
 
 def results_have_their_dtype(cls: type[Experts], device: torch.device) -> None:
     """Finished rows are float32, or of the dtype of the weights, whatever the batch: also of none, or of one row."""
-    for seed, spec in enumerate(draw_specs(cls, seed=13, count=6)):
-        whole = draw_batch(spec, seed=seed, device=device)
-        kinds = {}
+    for whole in draw_batches(cls, device, seed=13, count=6):
+        allowed = {torch.float32, bound.row_dtype(whole.spec.weights)}
         for rows in (0, 1, 2, 17):
-            batch = _first(whole, rows)
+            batch = whole.first(rows)
             result = batch.build(cls)(batch.received(cls), finalize=cls.finalizes)
-            rows_RH = result.rows_RH if isinstance(result, ExpertRows) else None
-            if rows_RH is not None and rows:
-                kinds[rows] = rows_RH.dtype
-        allowed = {torch.float32, row_dtype(spec.weights)}
-        fine = set(kinds.values()) <= allowed
-        expect(fine, f"finished rows are {kinds} for {in_words(spec)}", f"one of {allowed}")
+            if isinstance(result, ExpertRows) and rows:
+                dtype, words = result.rows_RH.dtype, bound.in_words(batch.spec)
+                expect(dtype in allowed, f"{rows} finished rows are {dtype} for {words}", f"one of {allowed}")
 
 
 def every_format_within_the_bound(cls: type[Experts], device: torch.device) -> None:
     """Weights of each declared format give results within the bound, whatever the signs of routing weights."""
     for weights in cls.weight_formats:
-        if weights not in WEIGHT_FORMATS:
-            raise Finding(
-                f"`weight_formats` has {weights!r}", f"formats of weights: {', '.join(WEIGHT_FORMATS)}"
-            )
-        specs = [spec for spec in draw_specs(cls, seed=14, count=60) if spec.weights == weights]
+        bound.expect_weight_format(weights)
+        specs = [spec for spec in bound.draw_specs(cls, seed=14, count=60) if spec.weights == weights]
         for seed, spec in enumerate(specs[:3]):
             batch = _with(draw_batch(spec, seed=seed, device=device), DATA["negative and zero weights"], seed)
-            over = excess(batch.result(cls), *exact(batch))
-            expect(over <= 0, f"{over:.3g} beyond the bound for {in_words(spec)}", "every element within it")
+            expect_bound(batch.result(cls), batch)
 
 
 def inner_format_as_declared(cls: type[Experts], device: torch.device) -> None:
@@ -316,7 +273,7 @@ def _large_beside_tiny(weights: str, inner: Fp8Block128, device: torch.device) -
         top_k=1,
         activation=activation("swiglu"),
         weights=weights,
-        dtype=row_dtype(weights),
+        dtype=bound.row_dtype(weights),
         inner=inner,
     )
     gate, up, w2 = torch.zeros(size, 128), torch.zeros(size, 128), torch.zeros(128, size)
@@ -328,8 +285,8 @@ def _large_beside_tiny(weights: str, inner: Fp8Block128, device: torch.device) -
     plain = ExpertWeights(w13=torch.cat([gate, up]).unsqueeze(0), w2=w2.unsqueeze(0))
     return ExpertsBatch(
         spec=spec,
-        weights=plain.decode(row_dtype(weights)).quantize(weights),
-        x_RH=x_RH.to(row_dtype(weights)),
+        weights=plain.decode(bound.row_dtype(weights)).quantize(weights),
+        x_RH=x_RH.to(bound.row_dtype(weights)),
         routes=LocalRoutes(ids_RK=torch.zeros(1, 1, dtype=torch.int32), weights_RK=torch.ones(1, 1)),
         device=device,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenyard.conformance.cases import random_weights, same_bits
-from tokenyard.conformance.exchange_suite import batch
+from tokenyard.conformance.exchange_suite import draw_batch
 from tokenyard.conformance.gradient_layers import Found, Step, gradients, layer, named, run_step
 from tokenyard.conformance.gradient_oracle import exact_gradients, excess_of_gradient
 from tokenyard.conformance.runner import expect
@@ -38,7 +38,7 @@ class _Layer:
             [self.spec], thread_groups(1, device=device)[0], exchange="local", training=True
         )
         self.layer: MoELayer = self.plan.layer(self.spec.name, self.weights).to(device)
-        self.step = Step.of(batch(self.spec, 0, _TOKENS, seed)).to(device)
+        self.step = Step.of(draw_batch(self.spec, 0, seed, _TOKENS)).to(device)
 
     def run(self) -> Found:
         """A step from gradients of zero."""

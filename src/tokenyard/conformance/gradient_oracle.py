@@ -79,8 +79,10 @@ def exact_gradients(
     inputs = {"rows_TH": x_TH, "weights_TK": weights_TK, **wide}
     exact = [torch.zeros_like(given) for given in inputs.values()]
     if y_TH.requires_grad:  # some token has an expert
-        made = torch.autograd.grad((y_TH * dy_TH).sum(), list(inputs.values()), allow_unused=True)
-        exact = [zeros if gradient is None else gradient for zeros, gradient in zip(exact, made, strict=True)]
+        computed = torch.autograd.grad((y_TH * dy_TH).sum(), list(inputs.values()), allow_unused=True)
+        exact = [
+            zeros if gradient is None else gradient for zeros, gradient in zip(exact, computed, strict=True)
+        ]
     return Gradients(**dict(zip(inputs, exact, strict=True))), Gradients(**size)
 
 

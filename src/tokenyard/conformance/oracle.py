@@ -22,7 +22,6 @@ codes gets one or the other by the last bit of the first product, which no oracl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -98,16 +97,15 @@ class Bound:
         return (self.magnitude_TH - unit.max * E2M1.max / g).clamp(min=0) + self.most_rows * lost
 
 
-@overload
-def oracle(
-    spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes, *, with_bound: Literal[True]
-) -> tuple[Tensor, Bound]: ...
-@overload
-def oracle(spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes) -> Tensor: ...
-def oracle(
-    spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes, *, with_bound: bool = False
-) -> Tensor | tuple[Tensor, Bound]:
+def oracle(spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes) -> Tensor:
     """The exact result of a layer, float64. `weights` are those of all E experts."""
+    return bounded_oracle(spec, weights, x_TH, routes)[0]
+
+
+def bounded_oracle(
+    spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes
+) -> tuple[Tensor, Bound]:
+    """The exact result of a layer, float64, and how far a computed one may be from it."""
     y_TH, magnitude_TH, absolute_TH, inner_TH = torch.zeros(4, *x_TH.shape, dtype=torch.float64).unbind()
     largest_T1 = torch.zeros(x_TH.shape[0], 1, dtype=torch.float64)
     inner = None if spec.inner == EXACT else get(spec.inner)
@@ -125,20 +123,17 @@ def oracle(
         if spec.weight_on == "output":
             result_NH = weight_N1 * result_NH
         y_TH.index_add_(0, token_N, result_NH)  # adds twice if a token names an expert twice
-        if with_bound:
-            magnitude_TH.index_add_(0, token_N, result_NH.abs())
-            largest_T1.index_add_(0, token_N, result_NH.abs().amax(dim=1, keepdim=True))
-            last_N1 = torch.ones_like(weight_N1) if spec.weight_on == "input" else weight_N1.abs()
-            first_NI = _linear(x_NH, weights.w13, weights.b13, expert, absolute=True)
-            sums_NI = _absolute_activation(act, first_NI)
-            sums_NH = _linear(sums_NI, weights.w2, weights.b2, expert, absolute=True)
-            absolute_TH.index_add_(0, token_N, last_N1 * sums_NH)
-            if inner is not None:
-                error_NI = quantizing_error(inner, hidden_NI)
-                moved_NH = _linear(error_NI, weights.w2, None, expert, absolute=True)
-                inner_TH.index_add_(0, token_N, last_N1 * moved_NH)
-    if not with_bound:
-        return y_TH
+        magnitude_TH.index_add_(0, token_N, result_NH.abs())
+        largest_T1.index_add_(0, token_N, result_NH.abs().amax(dim=1, keepdim=True))
+        last_N1 = torch.ones_like(weight_N1) if spec.weight_on == "input" else weight_N1.abs()
+        first_NI = _linear(x_NH, weights.w13, weights.b13, expert, absolute=True)
+        sums_NI = _absolute_activation(act, first_NI)
+        sums_NH = _linear(sums_NI, weights.w2, weights.b2, expert, absolute=True)
+        absolute_TH.index_add_(0, token_N, last_N1 * sums_NH)
+        if inner is not None:
+            error_NI = quantizing_error(inner, hidden_NI)
+            moved_NH = _linear(error_NI, weights.w2, None, expert, absolute=True)
+            inner_TH.index_add_(0, token_N, last_N1 * moved_NH)
     return y_TH, Bound(
         magnitude_TH=magnitude_TH,
         absolute_TH=absolute_TH,

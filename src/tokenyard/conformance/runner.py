@@ -11,7 +11,8 @@ a report (a collective library that is called out of step ends the process), and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
@@ -19,7 +20,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.draws import RankKind
 from tokenyard.errors import Drifted, GroupError, RankError
 from tokenyard.group import Group, launch
@@ -45,6 +48,26 @@ def expect(fine: bool, found: object, expected: object) -> None:
     """Raise a finding unless `fine` is True."""
     if not fine:
         raise Finding(str(found), str(expected))
+
+
+def expect_same(
+    tensor: Tensor,
+    due: Tensor,
+    found: str,
+    expected: str = "the same bits",
+    same: Callable[[Tensor, Tensor], bool] = same_bits,
+) -> None:
+    """Raise a finding unless two tensors are the same, bit for bit or as `same` compares them."""
+    expect(same(tensor, due), found, expected)
+
+
+@contextmanager
+def unchanged(tensors: Mapping[str, Tensor], by: str = "", expected: str = "it untouched") -> Iterator[None]:
+    """Raise a finding if the block changes one of these tensors."""
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    yield
+    for name, tensor in tensors.items():
+        expect_same(tensor, before[name], f"{name} was changed{by}", expected)
 
 
 def checks_of(*modules: ModuleType, parameters: Sequence[str]) -> dict[str, Callable[..., None]]:
@@ -79,14 +102,15 @@ class Verdict:
 _Entry = tuple[int, str] | None
 
 
-def attempt(fn: Callable[..., Any], *args: Any) -> str | None:
-    """Run a check; return the text of its finding, or of an error that it did not expect, or None."""
+def attempt(fn: Callable[..., Any], *args: Any, where: str = "") -> _Entry:
+    """Run a check, or a job; return its finding, or the error that was not expected, or None."""
     try:
         fn(*args)
     except Finding as finding:
-        return str(finding)
+        return 0, f"{where}{finding}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        precedence = 2 if isinstance(error, GroupError) else 1
+        return precedence, f"{where}{type(error).__name__}: {error}"
     return None
 
 
@@ -113,11 +137,11 @@ def run_on_ranks(
             logs = [_read(_log_of(folder, rank)) for rank in range(world)]
         met = min(met for _, met in logs)
         for number in range(met):
-            yield _judge([entries[number] for entries, _ in logs])
+            yield judge([entries[number] for entries, _ in logs])
         rest = rest[met:]
         if rest:  # the group broke in the first of these
             words = [entries[met] for entries, _ in logs if len(entries) > met]
-            verdict = _judge(words)
+            verdict = judge(words)
             apart = died or "the ranks left this check at different places"
             yield Verdict(finding=verdict.finding or apart, broke_group=True)
             rest = rest[1:]
@@ -127,23 +151,13 @@ def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any]
     """Run the jobs on this rank, up to the first one that breaks the group."""
     with _log_of(folder, group.rank).open("w") as log:
         for number, job in enumerate(jobs):
-            print(json.dumps(_run_job(group, fn, job)), file=log, flush=True)
+            entry = attempt(fn, group, job, where=f"rank {group.rank}: ")
+            print(json.dumps(entry), file=log, flush=True)
             try:
                 _meet(group, number)
             except Exception:
                 return
             print(_MET, file=log, flush=True)
-
-
-def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
-    try:
-        fn(group, job)
-    except Finding as finding:
-        return 0, f"rank {group.rank}: {finding}"
-    except Exception as error:
-        precedence = 2 if isinstance(error, GroupError) else 1
-        return precedence, f"rank {group.rank}: {type(error).__name__}: {error}"
-    return None
 
 
 def _meet(group: Group, number: int) -> None:
@@ -164,7 +178,7 @@ def _read(log: Path) -> tuple[list[_Entry], int]:
     return [json.loads(line) for line in whole if line != _MET], whole.count(_MET)
 
 
-def _judge(entries: Sequence[_Entry]) -> Verdict:
+def judge(entries: Sequence[_Entry]) -> Verdict:
     """The verdict with the finding of the lowest precedence number: errors that other ranks caused come last."""
     found = [entry for entry in entries if entry is not None]
     return Verdict(finding=min(found, key=lambda entry: entry[0])[1] if found else None)

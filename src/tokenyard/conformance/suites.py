@@ -17,14 +17,12 @@ from tokenyard import formats
 from tokenyard.conformance import (
     exchange_accounts,
     exchange_duties,
-    exchange_errors,
+    exchange_failures,
     exchange_lasting,
-    exchange_losses,
     exchange_suite,
     exchange_uses,
     experts_suite,
     experts_uses,
-    format_data,
     format_suite,
     gradient_experts,
     gradient_suite,
@@ -32,7 +30,7 @@ from tokenyard.conformance import (
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.draws import RankKind, hosts_for
 from tokenyard.conformance.exchange_suite import Trial
-from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, checks_of, run_on_ranks
+from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, checks_of, judge, run_on_ranks
 from tokenyard.errors import InputError, unknown_name
 from tokenyard.exchange import Transport
 from tokenyard.exchange import resolve as resolve_exchange
@@ -43,19 +41,14 @@ from tokenyard.group import Group
 
 _Checks = dict[str, Callable[..., None]]
 # All checks by name: those that every exchange, every format and every experts class must pass.
-_EXCHANGE_MODULES = (
-    exchange_suite,
-    exchange_uses,
-    exchange_duties,
-    exchange_accounts,
-    exchange_errors,
-    exchange_lasting,
-    exchange_losses,
+_MOVEMENT = (exchange_suite, exchange_uses, exchange_duties)
+EXCHANGE_CHECKS = checks_of(
+    *_MOVEMENT, exchange_accounts, exchange_failures, exchange_lasting, parameters=["trial"]
 )
 # Those of gradients are asked of parts that declare that they train.
 EXCHANGE_GRADIENT_CHECKS = checks_of(gradient_suite, parameters=["trial"])
-EXCHANGE_CHECKS = checks_of(*_EXCHANGE_MODULES, parameters=["trial"]) | EXCHANGE_GRADIENT_CHECKS
-FORMAT_CHECKS = checks_of(format_suite, format_data, parameters=["format"])
+EXCHANGE_CHECKS |= EXCHANGE_GRADIENT_CHECKS
+FORMAT_CHECKS = checks_of(format_suite, parameters=["format"])
 EXPERTS_GRADIENT_CHECKS = checks_of(gradient_experts, parameters=["cls", "device"])
 EXPERTS_CHECKS = (
     checks_of(experts_suite, experts_uses, parameters=["cls", "device"]) | EXPERTS_GRADIENT_CHECKS
@@ -102,7 +95,7 @@ def check_exchange(
     verdicts = run_on_ranks(
         world, _run_exchange_check, jobs, ranks=ranks, hosts=hosts, device=device, deadline=deadline
     )
-    return _results(checks, [verdict.finding for verdict in verdicts])
+    return _results(checks, verdicts)
 
 
 def _run_exchange_check(group: Group, job: tuple[str, type[Transport], int | None]) -> None:
@@ -118,7 +111,7 @@ def check_format(format: str | Format | type[Format], *, only: Sequence[str] = (
     """
     found = format() if isinstance(format, type) else formats.get(format)
     checks = _chosen(FORMAT_CHECKS, only)
-    return _results(checks, [attempt(check, found) for check in checks.values()])
+    return _results(checks, [judge([attempt(check, found)]) for check in checks.values()])
 
 
 def check_experts(
@@ -135,7 +128,7 @@ def check_experts(
             str(reason), expected=f"experts that run on {device}", fix="check them where they do"
         )
     checks = _chosen(EXPERTS_CHECKS, only, EXPERTS_GRADIENT_CHECKS, device.type in cls.trains)
-    return _results(checks, [attempt(check, cls, device) for check in checks.values()])
+    return _results(checks, [judge([attempt(check, cls, device)]) for check in checks.values()])
 
 
 def check_cases(
@@ -177,8 +170,8 @@ def _chosen(
     return {name: check for name, check in asked.items() if not only or name in only}
 
 
-def _results(checks: _Checks, findings: Iterable[str | None]) -> list[CheckResult]:
+def _results(checks: _Checks, verdicts: Iterable[Verdict]) -> list[CheckResult]:
     return [
-        CheckResult(check=name, what=(check.__doc__ or "").strip(), finding=finding)
-        for (name, check), finding in zip(checks.items(), findings, strict=True)
+        CheckResult(check=name, what=(check.__doc__ or "").strip(), finding=verdict.finding)
+        for (name, check), verdict in zip(checks.items(), verdicts, strict=True)
     ]

@@ -6,7 +6,7 @@ All ranks agree on the new placements before a move begins. At most one move is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,19 +64,11 @@ class ExpertMoves:
             slots = _slots(held)
             wanted = self._balanced(threshold, slots) if placements is None else dict(placements)
             agreed, _ = self._state.redraft(self._state.group, lambda: self._specs_with(wanted))
-            present = {name: wiring.exchange_spec.placement for name, wiring in self._state.wirings.items()}
+            present = self._present
             goals = {wiring.spec.name: wiring.exchange_spec.placement for wiring in agreed.wirings}
             ways = _ways(present, goals, slots)
-            move = Rebalance(
-                self._state.group,
-                self.under_way.carrier,
-                {name: self._state.layers[name] for name in ways},
-                {name: held[name] for name in ways},
-                {name: present[name] for name in ways},
-                _together(ways),
-                finish=self.under_way.finish,
-                after=self.under_way.last_move,
-            )
+            moved = {name: held[name] for name in ways}
+            move = self._move(moved, {name: present[name] for name in ways}, _together(ways))
             self.under_way.begin(move)
         if wait:
             move.wait()
@@ -89,7 +81,7 @@ class ExpertMoves:
         held = self._begin_resize("shrink", leaving)
         slots = _slots(held)
         staying = [rank for rank in range(group.size) if rank not in leaving]
-        present = {name: wiring.exchange_spec.placement for name, wiring in state.wirings.items()}
+        present = self._present
         goals = {name: placement_without(each, leaving, slots[name]) for name, each in present.items()}
         ways = _ways(present, goals, slots)
         after = {
@@ -97,16 +89,15 @@ class ExpertMoves:
             for name, goal in goals.items()
         }
         question, draft = self._question(), state.draft
-        next_group = NextGroup(
-            group,
-            question,
-            staying,
-            None
-            if group.rank in leaving
-            else lambda check: group.subgroup(staying, purpose=question, check=check),
-            lambda made: state.redraft(made, lambda: _placed(draft.specs, after)),
-            layers=state.layers,
-        )
+
+        def make(check: Callable[[], None]) -> Group:
+            return group.subgroup(staying, purpose=question, check=check)
+
+        def agree(made: Group) -> tuple[Draft, int]:
+            return state.redraft(made, lambda: _placed(draft.specs, after))
+
+        make_group = None if group.rank in leaving else make
+        next_group = NextGroup(group, question, staying, make_group, agree, layers=state.layers)
         return self._move_to(next_group, held, present, ways, after, wait=wait)
 
     def grow(self, ranks: int | Group, *, seconds: float, wait: bool) -> Rebalance:
@@ -116,18 +107,13 @@ class ExpertMoves:
         count = check_grown(ranks, group)
         exchange_named(state.draft.exchange.name, group.rank)
         held = self._begin_resize("grow", [count, seconds, given is not None])
-        present = {
-            name: widened(wiring.exchange_spec.placement, count) for name, wiring in state.wirings.items()
-        }
-        goals = {
-            name: placement_with(wiring.exchange_spec.placement, count)
-            for name, wiring in state.wirings.items()
-        }
+        present = {name: widened(each, count) for name, each in self._present.items()}
+        goals = {name: placement_with(each, count) for name, each in self._present.items()}
         question, draft = self._question(), state.draft
-        told = introduction(draft, question, goals)
+        introduced = introduction(draft, question, goals)
 
         def agree(made: Group) -> tuple[Draft, int]:
-            made.gather_json(told, phase="growing")
+            made.gather_json(introduced, phase="growing")
             return state.redraft(made, lambda: _placed(draft.specs, goals))
 
         next_group = NextGroup(
@@ -142,6 +128,11 @@ class ExpertMoves:
         )
         ways = {name: [goal] for name, goal in goals.items() if goal != present[name]}
         return self._move_to(next_group, held, present, ways, goals, wait=wait)
+
+    @property
+    def _present(self) -> dict[str, Placement]:
+        """The present placement of each layer."""
+        return {name: wiring.exchange_spec.placement for name, wiring in self._state.wirings.items()}
 
     def _begin_resize(self, what: str, terms: object) -> dict[str, list[HeldExperts]]:
         """Check that all ranks ask for one change; return, by layer, where each rank holds its experts. Collective."""
@@ -181,22 +172,32 @@ class ExpertMoves:
         wait: bool,
     ) -> Rebalance:
         """Begin a move of experts whose last switch also switches to the next group; with `wait`, wait for it."""
-        move = Rebalance(
-            self._state.group,
-            self.under_way.carrier,
-            dict(self._state.layers),
-            held,
-            present,
-            _together(ways) or [{}],
-            finish=self.under_way.finish,
-            after=self.under_way.last_move,
-            next_ranks=next_group,
-        )
+        move = self._move(held, present, _together(ways) or [{}], next_group)
         move.placements = after
         self.under_way.begin(move)
         if wait:
             move.wait()
         return move
+
+    def _move(
+        self,
+        held: Mapping[str, list[HeldExperts]],
+        present: Mapping[str, Placement],
+        steps: Sequence[Mapping[str, Placement]],
+        next_group: NextGroup | None = None,
+    ) -> Rebalance:
+        """A move of the layers in `held`, which was not begun yet."""
+        return Rebalance(
+            self._state.group,
+            self.under_way.carrier,
+            {name: self._state.layers[name] for name in held},
+            held,
+            present,
+            steps,
+            finish=self.under_way.finish,
+            after=self.under_way.last_move,
+            next_ranks=next_group,
+        )
 
     def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
         """See `Plan.autobalance`."""
@@ -265,7 +266,7 @@ class ExpertMoves:
             raise InputError(
                 f"{what} on {self._state.group.device}",
                 expected="ranks on CPUs: captured CUDA graphs do not survive another number of ranks",
-                fix="make a new plan on the ranks that shall serve, and capture graphs anew",
+                fix="make a new plan on the ranks that serve from now on, and capture its graphs",
                 rank=self._state.group.rank,
             )
 
@@ -330,7 +331,7 @@ def _ways(
 
 
 def _together(ways: Mapping[str, Sequence[Placement]]) -> list[dict[str, Placement]]:
-    """The steps of several layers together: step n has the n-th placement of each layer that has so many."""
+    """The steps of several layers together: step n has the n-th placement of each layer with at least n steps."""
     longest = max(map(len, ways.values()), default=0)
     return [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)]
 

@@ -63,9 +63,9 @@ class Joining:
             give_up(group, self._question, error)
             carrier.close()
             raise
-        # The others wait for this rank once more, before they free what their old group shared. It answers from a
-        # thread, and serves layers meanwhile.
-        threading.Thread(target=_say_farewell, args=[carrier], name="moving experts", daemon=True).start()
+        # The other ranks free the memory of their old group after all ranks have confirmed the switch. A thread does
+        # so here, while this rank serves layers.
+        threading.Thread(target=_confirm_switch, args=[carrier], name="moving experts", daemon=True).start()
 
     def _answer(self, seconds: float) -> str:
         """What the other ranks have decided. After `seconds`, or if a rank has ended, decide that the plan stays."""
@@ -79,7 +79,7 @@ class Joining:
             time.sleep(_LOOK)
 
 
-def _say_farewell(carrier: Carrier) -> None:
+def _confirm_switch(carrier: Carrier) -> None:
     with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
         carrier.meet()
     carrier.close()
@@ -115,8 +115,8 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
     [[0, 1], [3, 2]]
     """
     with group.patience(seconds):
-        told = group.gather_json(None, phase="growing")[0]
-        tables = told["layers"]
+        introduced = group.gather_json(None, phase="growing")[0]
+        tables = introduced["layers"]
 
         def placements(which: str) -> dict[str, Placement]:
             world = group.size
@@ -127,15 +127,15 @@ def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = REA
             }
 
         def make() -> Draft:
-            known = [_as_told(spec, tables) for spec in layers]
-            exchange = exchange_named(told["exchange"], group.rank)
-            return draft_ignoring_env(
-                known, group.size, exchange=exchange, device=group.device, **told["settings"]
-            )
+            known = [_as_planned(spec, tables) for spec in layers]
+            exchange = exchange_named(introduced["exchange"], group.rank)
+            settings = introduced["settings"]
+            return draft_ignoring_env(known, group.size, exchange=exchange, device=group.device, **settings)
 
         agreed, number = agree_on_draft(group, make)
         made = Plan(agreed, group, make_plan_id(agreed, number))
-    expect_experts(made, Joining(group, told["question"], placements("present"), placements("goal")))
+    joining = Joining(group, introduced["question"], placements("present"), placements("goal"))
+    expect_experts(made, joining)
     return made
 
 
@@ -169,10 +169,10 @@ def take_over(plan: Plan, *, seconds: float = READMISSION) -> None:
     state.exchange.usability.joining = False
 
 
-def _as_told(spec: LayerSpec, tables: Mapping[str, Mapping[str, Any]]) -> LayerSpec:
+def _as_planned(spec: LayerSpec, tables: Mapping[str, Mapping[str, Any]]) -> LayerSpec:
     """A layer with the placement and the `max_tokens` of the other ranks; unchanged, if they have no such layer."""
     if spec.name not in tables:
         return spec
-    told = tables[spec.name]
-    placement = Placement.explicit(spec.num_experts, told["goal"])
-    return replace(spec, placement=placement, max_tokens=spec.max_tokens or told["max_tokens"])
+    table = tables[spec.name]
+    placement = Placement.explicit(spec.num_experts, table["goal"])
+    return replace(spec, placement=placement, max_tokens=spec.max_tokens or table["max_tokens"])

@@ -22,8 +22,8 @@ from tokenyard.planning.state import PlanState, WholePlan
 
 _log = logging.getLogger("tokenyard")
 
-# On GPUs the host does not wait for announcements, and a dispatch does not tell how far the other ranks are. There,
-# ranks ask each other between two calls, after this many calls since they asked last.
+# On GPUs the host does not wait for announcements, and does not learn from a dispatch how far the other ranks are.
+# There, ranks ask each other between two calls, after this number of calls since they asked last.
 CALLS_BETWEEN_QUESTIONS = 16
 
 
@@ -55,7 +55,7 @@ class MoveUnderWay:
             raise HandleError(
                 f"{what} was called while experts move",
                 expected="one change of a plan at a time",
-                fix="call `wait` on what began the move first",
+                fix="first call `wait` of the `Rebalance` that the earlier change returned",
                 rank=self._state.group.rank,
             )
 
@@ -88,7 +88,7 @@ class MoveUnderWay:
 
     def _noticed(self, notices: Sequence[int]) -> None:
         """Decide on the move from the notices of all ranks in one dispatch, which are the same on every rank."""
-        lowest = self._switches << 2  # below it stand two bits of progress
+        lowest = self._switches << 2  # the two lowest bits are the progress
         if not lowest <= min(notices) <= max(notices) <= lowest | 3:
             raise Drifted(
                 f"the ranks have switched placements {[notice >> 2 for notice in notices]} times",
@@ -119,10 +119,10 @@ class MoveUnderWay:
         """Gather how far all ranks are with a move, and decide on it. All ranks decide the same. Collective."""
         rank = self._state.group.rank
         words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
-        told = self._state.group.gather_json([progress, words], phase="moving experts")
-        move.decision = _decided([other for other, _ in told])
+        by_rank = self._state.group.gather_json([progress, words], phase="moving experts")
+        move.decision = _decided([other for other, _ in by_rank])
         if move.decision is Progress.FAILED:
-            move.error = failure_of(rank, [said for _, said in told], move.error)
+            move.error = failure_of(rank, [error for _, error in by_rank], move.error)
 
     def _conclude(self, move: Rebalance) -> None:
         """Switch, or give the move up, as all ranks have decided."""
@@ -233,18 +233,15 @@ class MoveUnderWay:
         if self.move is not None and max(switches) > self._switches:
             self._take_step(self.move)
             self.move.switched()
-        lost = (
-            PlanBroken(self._state.exchange.usability.broken_by)
-            if self._state.exchange.usability.broken_by
-            else None
-        )
+        loss = self._state.exchange.usability.broken_by
         if self.move is not None and not self.move.is_done:
-            self.give_up(lost or HandleError("ranks were lost", expected="all ranks", fix="rebalance again"))
+            again = HandleError("ranks were lost", expected="all ranks", fix="rebalance again")
+            self.give_up(PlanBroken(loss) if loss else again)
         self.move = None
 
     def close(self) -> None:
         """Give up the move under way, and close the carrier. A rank that is leaving waits for the end of its move."""
-        if self.move is not None and self.move.lets_go:
+        if self.move is not None and self.move.leaves_now:
             self.move.wait()
         self.give_up(
             HandleError("the plan was closed", expected="an open plan", fix="call `wait` before `close`")

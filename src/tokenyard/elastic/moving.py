@@ -6,7 +6,7 @@ several *steps*. Each step ends in a placement that has all experts; the switch 
 have left.
 
 Bytes travel in pieces of at most `PIECE`. Within a host, a rank maps the memory in which the others hold their experts,
-and copies its new experts from there, once, and without waiting for anybody. Before, all ranks tell each other where
+and copies its new experts from there, once, without waiting for another rank. Before that, all ranks exchange where
 their experts are (`HeldExperts`). An expert keeps its slot until all ranks have copied it, and no rank writes into a
 slot that another one reads.
 
@@ -29,7 +29,7 @@ from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group, make_together
 from tokenyard.group.shared_memory import Address, address_of, map_memory
-from tokenyard.routing import Move, Placement, moves
+from tokenyard.routing import Move, Placement
 
 # Bytes that travel at a time.
 PIECE = 16 * 1024 * 1024
@@ -85,7 +85,7 @@ def _arrivals(table: list[list[int]], wanted: Placement, slots: Sequence[int]) -
 def _no_room(found: str) -> PlanError:
     return PlanError(
         found,
-        expected="memory for the experts that come, beside those that are there",
+        expected="memory for the experts that arrive and for those that are there",
         fix="declare more of it: LayerSpec(spare_experts=…)",
     )
 
@@ -141,7 +141,7 @@ def streams(
 
 @dataclass(frozen=True, kw_only=True)
 class HeldExperts:
-    """Where a rank holds its experts of a layer: their slots, its host, and the memory. Ranks tell it to each other."""
+    """Where a rank holds its experts of a layer: their slots, its host, and the memory. Ranks exchange it."""
 
     slots: ExpertSlots
     host: str
@@ -150,18 +150,17 @@ class HeldExperts:
     @classmethod
     def of(cls, slots: ExpertSlots, tensors: Mapping[str, Tensor], host: str) -> HeldExperts:
         """Where this rank holds its experts."""
-        return cls(
-            slots=slots, host=host, memory={name: address_of(tensor) for name, tensor in tensors.items()}
-        )
+        memory = {name: address_of(tensor) for name, tensor in tensors.items()}
+        return cls(slots=slots, host=host, memory=memory)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, to be sent to the other ranks."""
         return {"slots": self.slots.as_dict(), "host": self.host, "memory": self.memory}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> HeldExperts:
+    def from_dict(cls, values: Mapping[str, Any]) -> HeldExperts:
         """The object that another rank has sent as plain values."""
-        return cls(slots=ExpertSlots(**told["slots"]), host=told["host"], memory=told["memory"])
+        return cls(slots=ExpertSlots(**values["slots"]), host=values["host"], memory=values["memory"])
 
     def is_mapped_by(self, other: HeldExperts) -> bool:
         """Whether the other rank can map the memory of these experts: both are on one host, and it is mappable."""
@@ -225,14 +224,14 @@ def held_by_all(
         seconds=seconds or group.deadline,
         note=lambda made: {name: one.as_dict() for name, one in made.items()},
     )
-    everywhere = [name for name in order if all(name in told for told in by_rank)]
-    held = {name: [HeldExperts.from_dict(told[name]) for told in by_rank] for name in everywhere}
+    everywhere = [name for name in order if all(name in one for one in by_rank)]
+    held = {name: [HeldExperts.from_dict(one[name]) for one in by_rank] for name in everywhere}
     for name, by_form in held.items():
         forms = {rank: ", ".join(sorted(one.memory)) for rank, one in enumerate(by_form)}
         if len(set(forms.values())) > 1:
             raise PlanError(
                 f"the ranks hold the weights of this layer in different forms: {shown(forms)}",
-                expected="one form on all ranks: experts are copied as they are held",
+                expected="one form on all ranks: moves copy the bytes of weights",
                 fix="choose experts that hold weights as they are given: LayerSpec(experts='grouped')",
                 layer=name,
                 rank=group.rank,
@@ -254,8 +253,8 @@ class Carrier:
 
     def keep(self, held: Iterable[HeldExperts]) -> None:
         """Unmap the memory of other ranks, except what the ranks hold their experts in now."""
-        told = {_key(address) for one in held for address in one.memory.values() if address is not None}
-        self._mapped = {key: memory for key, memory in self._mapped.items() if key in told}
+        used = {_key(address) for one in held for address in one.memory.values() if address is not None}
+        self._mapped = {key: memory for key, memory in self._mapped.items() if key in used}
 
     def fetch(
         self, held: HeldExperts, name: str, expert: int, into: Tensor, check: Callable[[], None]
@@ -374,10 +373,3 @@ def bytes_of(part: Tensor) -> Tensor:
 def width(tensor: Tensor) -> int:
     """Bytes of one expert's part of a tensor."""
     return tensor.dtype.itemsize * torch.Size(tensor.shape[1:]).numel()
-
-
-def paths_between(
-    before: Mapping[str, Placement], after: Mapping[str, Placement]
-) -> dict[str, tuple[Move, ...]]:
-    """By layer, the experts that must be copied from rank to rank to get from one placement to the other."""
-    return {layer: moves(before[layer], placement) for layer, placement in after.items()}

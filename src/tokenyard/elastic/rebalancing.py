@@ -25,23 +25,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.elastic.moving import (
-    Carrier,
-    HeldExperts,
-    Parcel,
-    bytes_of,
-    not_held,
-    paths_between,
-    streams,
-    width,
-)
+from tokenyard.elastic.moving import Carrier, HeldExperts, Parcel, bytes_of, not_held, streams, width
 from tokenyard.errors import HandleError, PeerFailed, PeerLost
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
 from tokenyard.group.devices import rank_on
 from tokenyard.planning.wiring import Wiring
-from tokenyard.routing import Move, Placement
+from tokenyard.routing import Move, Placement, moves
 
 if TYPE_CHECKING:
     from tokenyard.elastic.resizing import NextGroup
@@ -101,15 +92,11 @@ class Rebalance:
         self.seconds = 0.0  # of this step's copying
         self.pause_ms = 0.0  # milliseconds of the last switch, in which no layer runs on this rank
         self.next_ranks = next_ranks  # the group that the plan has after the last step, if it is another one
-        self._group, self._holders, self._present, self._steps = (
-            group,
-            dict(holders),
-            dict(present),
-            list(steps),
-        )
+        self.holders = dict(holders)  # the layers whose experts move
+        self.progress = Progress.PREPARING  # how far this rank's thread is with the present step
+        self._group, self._present, self._steps = group, dict(present), list(steps)
         self._held = held  # by layer, where each rank holds its experts
         self._carrier, self._finish, self._after = carrier, finish, after
-        self._progress = Progress.PREPARING
         self._number = 0
         self._changed = threading.Condition()
         self._cancelled = False
@@ -125,7 +112,7 @@ class Rebalance:
     @property
     def is_done(self) -> bool:
         """Whether all layers use their new placements; on a rank that leaves, whether it has no more calls to make."""
-        return self._number == len(self._steps) or self.lets_go
+        return self._number == len(self._steps) or self.leaves_now
 
     @property
     def is_last_step(self) -> bool:
@@ -133,7 +120,7 @@ class Rebalance:
         return self._number == len(self._steps) - 1
 
     @property
-    def lets_go(self) -> bool:
+    def leaves_now(self) -> bool:
         """Whether this rank leaves the plan, and all ranks have agreed to switch now."""
         ready = self.decision is Progress.READY and self.error is None
         leaves = self.next_ranks is not None and self.next_ranks.leaves
@@ -150,19 +137,9 @@ class Rebalance:
         return self.is_done or self.progress is Progress.READY
 
     @property
-    def progress(self) -> Progress:
-        """How far this rank's thread is with the present step."""
-        return self._progress
-
-    @property
     def step(self) -> Step:
         """The layers that switch next, with their placements."""
         return self._steps[self._number]
-
-    @property
-    def holders(self) -> Mapping[str, HoldsExperts]:
-        """The layers whose experts move."""
-        return self._holders
 
     def wait(self) -> None:
         """Wait until the experts have moved, and switch to the new placements. Collective over the plan's ranks.
@@ -179,16 +156,16 @@ class Rebalance:
     def wait_for_thread(self) -> Progress:
         """Wait until this rank is ready for the next switch, or has failed."""
         with self._changed:
-            while self._progress is Progress.PREPARING and self.error is None:
+            while self.progress is Progress.PREPARING and self.error is None:
                 self._changed.wait(1.0)  # with a limit, so that this thread can handle signals such as Ctrl-C
-            return self._progress
+            return self.progress
 
     def switched(self) -> None:
         """Let the thread go on with the next step, after all layers of this step have switched."""
         with self._changed:
             self._present |= self.step
             self._number += 1
-            self._progress = self.decision = Progress.PREPARING
+            self.progress = self.decision = Progress.PREPARING
             self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
@@ -217,7 +194,7 @@ class Rebalance:
                     self._report(Progress.READY)
                     self._await_switch()
             if self.next_ranks is not None:
-                self.next_ranks.say_farewell()
+                self.next_ranks.free_old_group()
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
@@ -228,14 +205,14 @@ class Rebalance:
                 self.next_ranks.close(error=error)
             self._report(Progress.FAILED)
         finally:
-            self._holders = {}  # no switch needs them any more, and they would keep freed layers in memory
+            self.holders = {}  # no switch needs them any more, and they would keep freed layers in memory
 
     def copy(self) -> None:
         """Copy the experts of one step into spare slots."""
         started, mine = time.monotonic(), self._group.rank
         world = max((placement.world for placement in self.step.values()), default=self._group.size)
-        paths = paths_between(self._present, self.step)
-        tensors = {layer: self._holders[layer].experts.movable() for layer in self.step}
+        paths = {layer: moves(self._present[layer], wanted) for layer, wanted in self.step.items()}
+        tensors = {layer: self.holders[layer].experts.movable() for layer in self.step}
         widths = {
             layer: {name: width(tensor) for name, tensor in named.items()} for layer, named in tensors.items()
         }
@@ -246,7 +223,7 @@ class Rebalance:
         came = {layer: by_rank[mine] for layer, by_rank in arrivals.items()}
 
         def read(parcel: Parcel) -> Tensor:
-            slot = self._holders[parcel.layer].slots.of(parcel.expert)
+            slot = self.holders[parcel.layer].slots.of(parcel.expert)
             return bytes_of(tensors[parcel.layer][parcel.tensor][slot])
 
         def write(parcel: Parcel) -> Tensor:
@@ -284,30 +261,30 @@ class Rebalance:
             raise HandleError(
                 "the move of experts was given up",
                 expected="the plan to go on as it is while experts move",
-                fix="call `wait` on what began the move first",
+                fix="first call `wait` of the `Rebalance` that the earlier change returned",
                 rank=self._group.rank,
             )
 
     def _report(self, progress: Progress) -> None:
         with self._changed:
-            self._progress = progress
+            self.progress = progress
             self._changed.notify_all()
 
     def _await_switch(self) -> None:
         with self._changed:
-            while self._progress is Progress.READY and not self._cancelled:
+            while self.progress is Progress.READY and not self._cancelled:
                 self._changed.wait()
 
 
-def failure_of(rank: int, told: Sequence[str | None], own: BaseException | None) -> BaseException:
+def failure_of(rank: int, errors: Sequence[str | None], own: BaseException | None) -> BaseException:
     """The error that a rank raises when a move was given up: its own, or `PeerFailed` for the rank that caused it.
 
-    `told` holds the error of each rank as text, if it has one. A `PeerLost` counts as caused by another rank's error.
+    `errors` has the error of each rank as text, if there is one. A `PeerLost` counts as caused by another rank's error.
     """
     first = next(
-        (r for r, words in enumerate(told) if words and not words.startswith(PeerLost.__name__)), None
+        (r for r, words in enumerate(errors) if words and not words.startswith(PeerLost.__name__)), None
     )
     if own is not None and (first is None or first == rank or not isinstance(own, PeerLost)):
         return own
-    first = first if first is not None else next(r for r, words in enumerate(told) if words)
-    return PeerFailed(first, str(told[first]), phase="moving experts", rank=rank)
+    first = first if first is not None else next(r for r, words in enumerate(errors) if words)
+    return PeerFailed(first, str(errors[first]), phase="moving experts", rank=rank)

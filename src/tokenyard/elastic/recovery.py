@@ -26,8 +26,7 @@ class Recovery:
         lost, followed = self._move.follow(self._check_lost(lost))
         if followed and not lost:
             return  # the ranks that were lost had left the plan
-        survivors = [rank for rank in range(self._state.group.size) if rank not in lost]
-        group = self._state.group.subgroup(survivors)
+        group = self._state.group.subgroup(self._without(lost))
         self._move.settle(group)
 
         def specs() -> list[LayerSpec]:
@@ -41,21 +40,21 @@ class Recovery:
 
     def go_on_after(self, loss: PeerLost, layer: str) -> None:
         """See `PlanState.go_on_after`."""
-        if (
-            not self._state.survive
-            or isinstance(loss, PlanBroken)
-            or not loss.peers
-            or self._state.group.rank in loss.peers
-        ):
+        is_mine = not loss.peers or self._state.group.rank in loss.peers
+        if not self._state.survive or isinstance(loss, PlanBroken) or is_mine:
             raise loss
         if any(w.exchange_spec.placement.without(loss.peers).lost_experts for w in self._state.draft.wirings):
             raise loss  # some experts have no copy on the ranks that are left
         self.go_on_without(loss.peers)
-        told = self._state.group.gather_json([self._state.calls, layer], phase="after a loss")
-        furthest = max(calls for calls, _ in told)
-        behind = [name for calls, name in told if calls < furthest]
+        by_rank = self._state.group.gather_json([self._state.calls, layer], phase="after a loss")
+        furthest = max(calls for calls, _ in by_rank)
+        behind = [name for calls, name in by_rank if calls < furthest]
         if behind and self._state.calls == furthest:
             self._state.layers[behind[0]].take_part()
+
+    def _without(self, lost: Sequence[int]) -> list[int]:
+        """The ranks of the present group that are left."""
+        return [rank for rank in range(self._state.group.size) if rank not in lost]
 
     def _check_lost(self, lost: Sequence[int]) -> list[int]:
         """The lost ranks; raise unless they are other ranks of the present group."""
@@ -76,9 +75,7 @@ class Recovery:
         self._state.exchange.usability.check_open()
         lost, _ = self._move.follow(self._check_lost(lost))
         if lost:
-            left = self._state.group.subgroup(
-                [rank for rank in range(self._state.group.size) if rank not in lost]
-            )
+            left = self._state.group.subgroup(self._without(lost))
             self._move.settle(left)
             left.close()
         whole = self._state.whole.without(lost)

@@ -7,15 +7,15 @@ When all ranks are ready, each of them switches to the new group and the new pla
 **One decision.** A rank may be lost when some ranks have switched to the next group and others have not. These ranks
 must not wait for each other in different groups. A rank that is about to switch therefore first records this decision
 where all ranks can read it (`Group.decide`), and so does a rank that will not switch any more. The first decision
-stands, and all ranks follow it.
+is final, and all ranks follow it.
 
-**Leaving.** The ranks tell each other in the background when they have switched. After all have, they free what the old
+**Leaving.** In the background, the ranks wait until all have switched. Then they free what the old
 group shared. A rank that leaves waits for this in `wait`: until then others may still read what it has sent. A rank
 that has not switched after a deadline is not waited for any longer; the others find it lost in their next call.
 
 **A rank that fails** decides that the plan stays as it is, and may not come to the next group. The other
-ranks look for this decision while they wait for the ranks of the next group (`StayCheck`): nothing else would tell them
-that one of these will not come.
+ranks look for this decision while they wait for the ranks of the next group (`StayCheck`): nothing else shows that one
+of these will not come.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, Token
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
+from tokenyard.group.base import check_count
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft
-from tokenyard.planning.spec import is_size
 from tokenyard.planning.state import make_exchange
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
@@ -71,9 +71,8 @@ def give_up(group: Group, question: str, error: BaseException | None, members: S
     With it, this rank writes down which ranks it has lost, and the others raise `PeerLost` for the same ranks.
     `members`, if not empty, maps the ranks that `error` names to their numbers in the plan's group.
     """
-    lost = [
-        members[rank] if members else rank for rank in (error.peers if isinstance(error, PeerLost) else ())
-    ]
+    peers = error.peers if isinstance(error, PeerLost) else ()
+    lost = [members[rank] if members else rank for rank in peers]
     with contextlib.suppress(TokenyardError):  # the store of the group does not answer
         group.decide(_by_whom(question), json.dumps([f"rank {group.rank}", lost]))
         group.decide(question, STAY)
@@ -106,9 +105,8 @@ class NextGroup:
         self.members = list(members)  # the ranks of the present group that stay, in the order of the next
         self.leaves = make_group is None  # whether this rank is not in the next group
         self.group, self.exchange = None, None
-        self.held: dict[
-            str, list[HeldExperts]
-        ] = {}  # where all ranks of the next group hold experts, with fresh ones
+        # By layer, where all ranks of the next group hold experts, the fresh ones included.
+        self.held: dict[str, list[HeldExperts]] = {}
         self.left_behind: list[Callable[[], None]] = []  # functions that free what the old group shared
         self._present, self._question = present, question
         self._make_group, self._make_draft, self._layers = make_group, make_draft, layers
@@ -116,7 +114,7 @@ class NextGroup:
         self._decided_in = decided_in or present  # the group whose decisions fresh ranks can read, too
         self._answer: str | None = None
         self._stay_check = StayCheck(self._decided_in, question)
-        self._farewell_until: float | None = None
+        self._old_group_until: float | None = None
 
     @property
     def admits(self) -> bool:
@@ -152,9 +150,9 @@ class NextGroup:
         self._answer = self._answer or self._decided_in.decide(self._question, STAY)
         return self._answer == STAY
 
-    def say_farewell(self) -> None:
+    def free_old_group(self) -> None:
         """Wait until all ranks have switched, at most for the deadline, and free what the old group shared."""
-        self._farewell_until = time.monotonic() + self._present.deadline
+        self._old_group_until = time.monotonic() + self._present.deadline
         with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
             self.carrier.meet()
         self.carrier.close()
@@ -164,7 +162,7 @@ class NextGroup:
     def _check(self) -> None:
         """Raise if this rank need not wait for the others any longer."""
         self._stay_check()
-        if self._farewell_until is not None and time.monotonic() > self._farewell_until:
+        if self._old_group_until is not None and time.monotonic() > self._old_group_until:
             waited = self._present.deadline
             raise self._present.lost([], phase="leaving the group before", waited=waited)
 
@@ -296,15 +294,7 @@ def check_leaving(ranks: Sequence[int], group: Group) -> list[int]:
 def check_grown(grown: object, present: Group) -> int:
     """The number of fresh ranks: `grown` itself, or how many ranks the group `grown` has more than the present one."""
     if not isinstance(grown, Group):
-        if not is_size(grown):
-            raise InputError(
-                f"{shown(grown)} ranks are to be taken in",
-                expected="a number of ranks, from 1; or a group that has more of them",
-                fix="pass how many processes will call `rejoin`",
-                rank=present.rank,
-            )
-        assert isinstance(grown, int)
-        return grown
+        return check_count(grown, present.rank)
     if grown.size <= present.size or grown.rank != present.rank:
         raise InputError(
             f"rank {present.rank} of {present.size} is rank {grown.rank} of {grown.size} in the group to grow into",
@@ -320,6 +310,6 @@ def not_taken_in(rank: int) -> HandleError:
     return HandleError(
         "the other ranks go on without this one",
         expected="all of them to be ready, and to switch",
-        fix="look at the error of `plan.grow` there, and join again",
+        fix="see the error of `plan.grow` on those ranks, and join again",
         rank=rank,
     )

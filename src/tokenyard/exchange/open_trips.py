@@ -286,8 +286,12 @@ class OpenRoundTrips:
     def end(self, trip: RoundTrip) -> None:
         """Remove a round trip whose phases this rank has all made."""
         self._open = [other for other in self._open if other is not trip]
+        self.forget(trip)
+
+    def forget(self, trip: RoundTrip) -> None:
+        """Forget a round trip of which nothing travels any more: it would keep the tensors of its batch alive."""
         if self._traveling is trip and not trip.travels:
-            self._traveling = None  # it would keep the tensors of the batch alive
+            self._traveling = None
 
     def end_all(self, why: str) -> list[RoundTrip]:
         """Give up all round trips, and return them; `why` becomes part of the error of whoever finishes one."""

@@ -136,7 +136,7 @@ class SumWatch(ABC):
         """
 
     @abstractmethod
-    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
+    def with_checksums(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
         """The sums of some tokens, with checksums that are compared at home."""
 
 

@@ -393,6 +393,7 @@ class RoundTrip:
     def _come_home(self) -> None:
         """Wait for the results of this rank's tokens, and sum them, or keep them by rank."""
         arrival, pending, self._returning = self.arrived, self._returning, None
+        self._trips.forget(self)
         assert arrival is not None
         assert pending is not None
         exchange, transport, spec = self._exchange, self._transport, self.spec

@@ -224,9 +224,9 @@ class Format(ABC):
     quantized: ClassVar[bool] = True
     # The layouts that its scales can have; none where there are no scales.
     scale_layouts: ClassVar[tuple[ScaleLayout, ...]] = ()
-    # The dtypes of rows that may be encoded into this format for the way out.
+    # The dtypes of rows that may be encoded into this format for a dispatch.
     wire_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
-    # The dtypes of results that may be encoded into this format for the way back.
+    # The dtypes of results that may be encoded into this format for a combine.
     combine_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
 
     @property

@@ -97,8 +97,8 @@ class QuantizedMatrix:
         found = {name: (p.dtype, tuple(p.shape)) for name, p in self.payloads.items()}
         if found != expected:
             raise InputError(
-                f"a {self.format} matrix {list(self.shape)} is held in {_told(found)}",
-                expected=f"{_told(expected)}, as {self.format} declares",
+                f"a {self.format} matrix {list(self.shape)} is held in {_listed(found)}",
+                expected=f"{_listed(expected)}, as {self.format} declares",
                 fix=f"quantize plain weights with weight_format('{self.format}').quantize",
             )
 
@@ -159,5 +159,5 @@ def check_matrix(w_ND: Tensor) -> None:
         )
 
 
-def _told(payloads: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+def _listed(payloads: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
     return ", ".join(f"{name} {dtype_name(dtype)}{list(shape)}" for name, (dtype, shape) in payloads.items())

@@ -80,7 +80,7 @@ class Attendance:
             self._parent.look(waits=waits)
 
     def was_awake(self, seconds: float) -> None:
-        """Note that this rank has waited for so long until now in a place that makes no looks, such as on a GPU."""
+        """Note that this rank was awake for these seconds until now, in a wait without looks, such as one on a GPU."""
         now = time.monotonic()
         if now - seconds - self._last > _GAP_BETWEEN:
             self._gaps.append(Gap(self._last, now - seconds, self.sent))
@@ -100,7 +100,7 @@ class Attendance:
         number: int | None = None,
         missing: Sequence[int] = (),
     ) -> Evidence:
-        """The evidence of this rank, which has waited for so long; the arguments are fields of it."""
+        """The evidence of this rank, which has waited for `waited` seconds; the other arguments are fields of it."""
         now = time.monotonic()
         return Evidence(
             phase=phase,
@@ -139,13 +139,13 @@ class Evidence:
         return cls(**(found | {"missing": tuple(found["missing"])}))
 
     def later(self, seconds: float) -> Evidence:
-        """The same by another clock, which is ahead of this one by that many seconds."""
+        """The same evidence by another clock, which is `seconds` ahead of this one."""
         gaps = tuple(gap._replace(start=gap.start + seconds, end=gap.end + seconds) for gap in self.gaps)
         return replace(self, began=self.began + seconds, now=self.now + seconds, gaps=gaps)
 
     @property
     def stopped(self) -> float:
-        """Seconds of its wait in which this rank was stopped, and not for want of a core."""
+        """Seconds of its wait in which this rank was stopped, without those in which it had no core."""
         in_wait = [gap for gap in self.gaps if gap.sent is None]
         return sum(max(0.0, _overlap(gap, self.began, self.now) - gap.starved) for gap in in_wait)
 

@@ -38,7 +38,7 @@ from tokenyard.group.one_thread import OneThread
 from tokenyard.group.own_process import OwnProcess, in_own_process, not_pickled
 from tokenyard.group.pending import Background as Background  # noqa: PLC0414 - a part of the contract
 from tokenyard.group.pending import Pending as Pending  # noqa: PLC0414 - a part of the contract
-from tokenyard.group.readmission import READMISSION, check_count, check_lost
+from tokenyard.group.readmission import READMISSION, check_lost
 from tokenyard.rows import describe
 
 # Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
@@ -71,6 +71,18 @@ def check_deadline(deadline: object) -> float:
             fix=f"leave it out, for {DEFAULT_DEADLINE:.0f} s",
         )
     return seconds
+
+
+def check_count(count: object, rank: int) -> int:
+    """The number of fresh ranks; raise unless it is an int of at least 1."""
+    if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
+        return count
+    raise InputError(
+        f"the number of fresh ranks is {shown(count)}",
+        expected="a number of ranks, from 1; or, for `plan.grow`, a group that has more of them",
+        fix="pass how many processes will call `rejoin`",
+        rank=rank,
+    )
 
 
 Result = TypeVar("Result")
@@ -108,6 +120,7 @@ class Group(ABC):
     num_hosts = 1
     _plans = 0
     _one_thread: OneThread
+    _subgroups: dict[tuple[tuple[int, ...], str], int]  # how many were made, by their ranks and purpose
 
     @property
     def own_process(self) -> OwnProcess:
@@ -116,17 +129,17 @@ class Group(ABC):
 
     @abstractmethod
     def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
-        """Start what `all_gather` does, without waiting for anybody."""
+        """Start an `all_gather`, without waiting for the other ranks."""
 
     @abstractmethod
     def start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Pending[Tensor]:
-        """Start what `all_gather_rows` does, without waiting for anybody."""
+        """Start an `all_gather_rows`, without waiting for the other ranks."""
 
     @abstractmethod
     def start_all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Pending[Tensor]:
-        """Start what `all_to_all_rows` does, without waiting for anybody."""
+        """Start an `all_to_all_rows`, without waiting for the other ranks."""
 
     def allow_messages(self, nbytes: int) -> None:
         """Allow messages of up to `nbytes` whose length their receivers do not know. All ranks allow the same, on CPUs.
@@ -229,21 +242,32 @@ class Group(ABC):
         number = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         return self.subgroup(hosts[number], name=name or f"{self.name}/host {number}")
 
-    @abstractmethod
+    @in_own_process
     def subgroup(
         self,
         ranks: Sequence[int],
         *,
         name: str | None = None,
         purpose: str = "",
-        check: Callable[[], None] | None = None,
-    ) -> Group:
+        check: Callable[[], None] = lambda: None,
+    ) -> Self:
         """A group of some of these ranks. Collective over *those* ranks only; no other rank is waited for.
 
         All ranks make the subgroups of one `purpose` in the same order; those of another purpose may be made at the
         same time. While processes over gloo wait for each other in this call, `check` is called repeatedly, in another
         thread, and may raise.
         """
+        members = self._check_members(ranks)
+        # The n-th subgroup of these ranks that a rank asks for is the same on all of them: they need not wait.
+        self._subgroups[members, purpose] = number = self._subgroups.get((members, purpose), 0) + 1
+        name = name or f"{self.name}/{'-'.join(map(str, members))}"
+        return self._subgroup(members, name, purpose, number, check)
+
+    @abstractmethod
+    def _subgroup(
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
+    ) -> Self:
+        """The `number`-th group of these ranks for a purpose, counted from 1."""
 
     @property
     @abstractmethod
@@ -257,11 +281,11 @@ class Group(ABC):
         Collective over the ranks that are left, and over the fresh ranks' `rejoin`. If these have not come after
         `seconds`, `PeerLost` names the missing ones, and nothing has changed.
         """
-        return self._fill(check_lost(lost, self.rank, self.size), seconds)
+        return self._fill(check_lost(lost, self.rank, self.size), seconds, lambda: None)
 
     @in_own_process
     def admit(
-        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
+        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] = lambda: None
     ) -> Self:
         """A new group of these ranks and `count` fresh ones behind them. Collective, with the fresh ranks' `rejoin`.
 
@@ -272,7 +296,7 @@ class Group(ABC):
         return self._fill(range(self.size, self.size + count), seconds, check)
 
     @abstractmethod
-    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None) -> Self:
+    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None]) -> Self:
         """A new group of these ranks, with fresh ranks under the numbers in `empty`: lost ones, or further ones."""
 
     @abstractmethod

@@ -76,7 +76,7 @@ def _read(device: str | torch.device | None) -> torch.device:
 
 
 def devices_of_ranks(device: str | torch.device | None, world: int) -> list[torch.device]:
-    """The device of each process of a host: `cuda` deals out the GPUs in turn, `cuda:0` is that one for all."""
+    """The device of each process of a host: `cuda` assigns the GPUs in turn, `cuda:0` is that one for all."""
     found = resolve_device(device)
     if found.type == "cpu" or _read(device).index is not None:
         return [found] * world
@@ -118,7 +118,7 @@ def why_none_may_start(device: torch.device) -> str | None:
 
 
 def let_ranks_share_a_gpu() -> None:
-    """Tell torch's symmetric memory that ranks share a GPU: it refuses otherwise, and cannot multicast there."""
+    """Let torch's symmetric memory put several ranks on one GPU, without multicast, which such ranks do not have."""
     os.environ[OVERLAPPING_DEVICES] = "1"
     os.environ.setdefault(_NO_MULTICAST, "1")
 
@@ -130,7 +130,7 @@ def reserve_memory(device: torch.device, *, large_pieces: int = 4) -> None:
     del pieces
 
 
-# By GPU: how many threads of this process are ranks on it, those that play ranks of other hosts included.
+# By GPU: how many threads of this process are ranks on it, those that act as ranks of other hosts included.
 _threads: Counter[torch.device] = Counter()
 _counting = threading.Lock()
 

@@ -3,8 +3,7 @@
 This module deals with the pitfalls of torch.distributed:
 
 - float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
-- The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
-  is bounded too.
+- Each wait has the deadline, which therefore also bounds groups that the user made with torch's half an hour.
 - gloo gets the deadline, too. If only the waiting rank gave up, gloo's threads would wait on, and the process could
   not end before they do: with torch's default of half an hour, that looks like a hang.
 - gloo reports only "Timed out" (or "Connection closed by peer", when a process died). It does not say which rank is
@@ -37,7 +36,6 @@ from tokenyard.group.hosts import check_processes, this_host
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process, keep_in_children
 from tokenyard.group.readmission import (
-    PHASE,
     Invitation,
     RejoinStore,
     address_of,
@@ -121,7 +119,7 @@ class DistributedGroup(Group):
         keep_in_children(process_group)  # it may outlive this object
         self._readmissions = 0
         self._all_met = False
-        self._splits: dict[tuple[tuple[int, ...], str], int] = {}
+        self._subgroups = {}
 
     @classmethod
     def _met(
@@ -132,50 +130,29 @@ class DistributedGroup(Group):
         *,
         device: torch.device,
         seconds: float,
-        phase: str = PHASE,
-        gone: Callable[[], dict[int, str]] = dict,
-        causes: Callable[[Sequence[int]], list[int]] = list,
         attendance: Attendance | None = None,
-        check: Callable[[], None] | None = None,
+        **options: Any,
     ) -> DistributedGroup:
         """The group of the ranks that meet under an invitation's key in the store, made without torch's world group.
 
-        `gone` returns the ranks that this rank knows to have ended, `causes` those that are to blame for ranks that do
-        not come, and `check` may raise to end the wait. Looks in the new group count in `attendance`, too.
+        `options` are those of `meet`. Looks in the new group count in `attendance`, too.
         """
         # Made before this rank shows up at the meeting: every rank that is there has then registered its process.
-        detector = FailureDetector(
-            rejoin_store.store,
-            invitation.meeting,
-            rank,
-            invitation.size,
-            this_host(),
-            Attendance(parent=attendance),
-        )
-        detector.attendance.look(waits=True)
+        store, own = rejoin_store.store, Attendance(parent=attendance)
+        detector = FailureDetector(store, invitation.meeting, rank, invitation.size, this_host(), own)
+        options |= {"seconds": seconds, "connecting": FINDING_EACH_OTHER, "detector": detector}
+        options["timeout"] = max(invitation.deadline, FINDING_EACH_OTHER)
+        own.look(waits=True)
         try:
             process_group = within(
                 seconds + FINDING_EACH_OTHER + _STORE,
-                lambda: meet(
-                    rejoin_store.store,
-                    invitation.meeting,
-                    rank,
-                    invitation.size,
-                    phase=phase,
-                    seconds=seconds,
-                    connecting=FINDING_EACH_OTHER,
-                    timeout=max(invitation.deadline, FINDING_EACH_OTHER),
-                    detector=detector,
-                    gone=gone,
-                    causes=causes,
-                    check=check or (lambda: None),
-                ),
-                look=detector.attendance.look,
+                lambda: meet(store, invitation.meeting, rank, invitation.size, **options),
+                look=own.look,
             )
         except TimeoutError as silent:
             raise _lost_store(invitation.name, str(silent), rank) from silent
         finally:
-            detector.attendance.look(waits=False)
+            own.look(waits=False)
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._written = written_to_meet(invitation.meeting, rank)
@@ -298,18 +275,18 @@ class DistributedGroup(Group):
         missing = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline, number=number)
         # The message of torch.distributed is useful only if no lost rank is known.
         said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
-        detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
-        return self.lost(missing, phase=phase, waited=waited, detail=detail)
+        return self.lost(missing, phase=phase, waited=waited, detail=self._detail(said))
+
+    def _detail(self, said: str = "") -> str:
+        """What the failure detector says besides the lost ranks, or else what torch said."""
+        return "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
 
     @in_own_process
     def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
         if self.device.type != "cpu":
             self._detector.attendance.was_awake(waited)
-        found = self._detector.lost(
-            phase=phase, waited=waited, deadline=self.deadline, missing=ranks
-        ) or list(ranks)
-        detail = "; ".join(filter(None, [self._detector.detail, self._detector.silent]))
-        lost = self.lost(found, phase=phase, waited=waited, detail=detail)
+        found = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline, missing=ranks)
+        lost = self.lost(found or list(ranks), phase=phase, waited=waited, detail=self._detail())
         self._broken = self._broken or lost.found
         return lost
 
@@ -361,22 +338,14 @@ class DistributedGroup(Group):
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
 
-    @in_own_process
-    def subgroup(
-        self,
-        ranks: Sequence[int],
-        *,
-        name: str | None = None,
-        purpose: str = "",
-        check: Callable[[], None] | None = None,
+    def _subgroup(
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
     ) -> DistributedGroup:
-        members = self._check_members(ranks)
         if self._process_group is None:
             raise self._is_broken()
         self._check_store()
-        name = name or f"{self.name}/{'-'.join(map(str, members))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
-            return self._split(members, name, purpose, check)
+            return self._split(members, name, purpose, number, check)
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in members]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
@@ -387,38 +356,24 @@ class DistributedGroup(Group):
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
     def _split(
-        self, members: tuple[int, ...], name: str, purpose: str, check: Callable[[], None] | None
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
     ) -> DistributedGroup:
         """A group of some of these ranks, made without torch's `new_group`: it is freed with its last reference."""
-        # The n-th subgroup of these ranks that a rank asks for is the same on all of them.
-        self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
-        ranks = "-".join(filter(None, [*map(str, members), purpose]))
-        meeting = f"{self._rejoin_store.group_key}/{self.name}/subgroup/{ranks}/{number}"
+        ranks, group_key = "-".join(map(str, members)), self._rejoin_store.group_key
+        meeting = f"{group_key}/{self.name}/subgroup/{'-'.join(filter(None, [ranks, purpose]))}/{number}"
         invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
-        rejoin_store = RejoinStore(
-            self._rejoin_store.store,
-            f"{self._rejoin_store.group_key}/{name}/{'-'.join(map(str, members))}/{number}",
-        )
-        return self._meet(
-            {rank: place for place, rank in enumerate(members)},
-            rejoin_store,
-            invitation,
-            seconds=max(self.deadline, FINDING_EACH_OTHER),
-            phase="finding each other",
-            check=check,
-        )
+        rejoin_store = RejoinStore(self._rejoin_store.store, f"{group_key}/{name}/{ranks}/{number}")
+        places = {rank: place for place, rank in enumerate(members)}
+        seconds, phase = max(self.deadline, FINDING_EACH_OTHER), "finding each other"
+        return self._meet(places, rejoin_store, invitation, seconds=seconds, phase=phase, check=check)
 
     def _meet(
-        self,
-        places: dict[int, int],
-        rejoin_store: RejoinStore,
-        invitation: Invitation,
-        *,
-        seconds: float,
-        phase: str = PHASE,
-        check: Callable[[], None] | None,
+        self, places: dict[int, int], rejoin_store: RejoinStore, invitation: Invitation, **options: Any
     ) -> DistributedGroup:
-        """A group in which ranks of this one have these places; other places are those of fresh ranks."""
+        """A group in which ranks of this one have these places; other places are those of fresh ranks.
+
+        `options` are those of `meet`.
+        """
         self._detector.read()
         ranks = {place: rank for rank, place in places.items()}
 
@@ -430,18 +385,9 @@ class DistributedGroup(Group):
             return sorted([places[rank] for rank in found] + [place for place in lost if place not in ranks])
 
         try:
-            return DistributedGroup._met(
-                rejoin_store,
-                places[self.rank],
-                invitation,
-                device=self.device,
-                seconds=seconds,
-                phase=phase,
-                gone=gone,
-                causes=causes,
-                attendance=self._detector.attendance,
-                check=check,
-            )
+            options |= {"device": self.device, "gone": gone, "causes": causes}
+            mine, attendance = places[self.rank], self._detector.attendance
+            return DistributedGroup._met(rejoin_store, mine, invitation, attendance=attendance, **options)
         except PeerLost as error:
             self._detector.leave_note([ranks[place] for place in error.peers if place in ranks])
             raise
@@ -472,14 +418,12 @@ class DistributedGroup(Group):
         except (RuntimeError, TimeoutError) as silent:
             raise _lost_store(self.name, str(silent).splitlines()[0][:200], self.rank) from silent
 
-    def _fill(
-        self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
-    ) -> DistributedGroup:
+    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None]) -> DistributedGroup:
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
-                f"group {self.name!r} is one of NCCL",
-                expected="a group over gloo: NCCL has no way to take in a process",
+                f"group {self.name!r} uses NCCL",
+                expected="a group over gloo: NCCL cannot add a process",
                 fix="make a new process group of all ranks, and pass it: DistributedGroup(…)",
                 rank=self.rank,
             )
@@ -513,15 +457,14 @@ def rejoin_processes(
 ) -> DistributedGroup:
     """Join a group of processes as rank `rank`, in this process: in place of a lost rank, or as a further one."""
     rejoin_store, invitation = invited_at(address, rank, seconds)
-    return DistributedGroup._met(
-        rejoin_store, rank, invitation, device=resolve_device(device), seconds=seconds
-    )
+    place = resolve_device(device)
+    return DistributedGroup._met(rejoin_store, rank, invitation, device=place, seconds=seconds)
 
 
 def _lost_store(name: str, why: str, rank: int) -> GroupError:
     return GroupError(
         f"the ranks of group {name!r} cannot find each other: {why}",
         expected="a store that answers: it is where the ranks of a new group meet",
-        fix="go on with the ranks that still reach the store's host, and start the others anew",
+        fix="continue with the ranks that still reach the store's host, and start the others again",
         rank=rank,
     )

@@ -44,7 +44,7 @@ ANSWERING = 1.0
 # Seconds that one look into the store may take: a round trip, on a busy machine. The store's own limit is that of
 # finding each other, which is longer.
 _STORE = 2.0
-# Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
+# Seconds after which ranks that wait ask a silent store again: its link may work again.
 _AGAIN = 60.0
 _PAUSE = 0.02
 # A word that is never written into the store: `compare_set` returns it if the key does not exist.
@@ -122,7 +122,7 @@ class FailureDetector:
         return "the group's store does not answer: its process has ended, or the link to its host is cut"
 
     def ask_again(self) -> None:
-        """Find out whether the store answers now: a link may be mended."""
+        """Find out whether the store answers now: its link may work again."""
         self._again = 0.0
         self.called()
 

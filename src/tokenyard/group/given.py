@@ -38,7 +38,8 @@ def as_group(given: GroupLike) -> Group:
         _check_mesh(given)
         process_group, device = given.get_group(), given.device_type
     if not isinstance(process_group, dist.ProcessGroup):
-        outside = given == dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` returns on other ranks
+        # `new_group` returns this number on the other ranks.
+        outside = isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
         raise InputError(
             "this rank is not in the process group" if outside else f"the group is {shown(given)}",
             expected="a Group, a process group of torch.distributed, or a mesh of one dimension, with this rank in it",
@@ -49,9 +50,7 @@ def as_group(given: GroupLike) -> Group:
     made = DistributedGroup(process_group, device=device, name=process_group.group_name)
     earlier = _made_of.get(process_group, 0)
     _made_of[process_group] = earlier + 1
-    for _ in range(
-        earlier
-    ):  # plans of one process group have different numbers, though each has a group of its own
+    for _ in range(earlier):  # plans of one process group have different numbers: each has a group of its own
         made.count_plan()
     return made
 

@@ -1,4 +1,4 @@
-"""Hosts: which ranks can share memory, and ranks of one machine that play ranks on several hosts."""
+"""Hosts: which ranks can share memory, and ranks of one machine that act as ranks on several hosts."""
 
 from __future__ import annotations
 

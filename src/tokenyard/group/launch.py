@@ -14,6 +14,7 @@ not even when the parent itself is killed.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -69,25 +70,14 @@ def launch(
     >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
     [3, 3, 3]
     """
-    if not isinstance(world, int) or not 1 <= world <= _MOST_RANKS:
-        raise InputError(
-            f"world is {shown(world)}",
-            expected=f"at least one rank, and at most {_MOST_RANKS} on one machine",
-            fix="pass world ≥ 1",
-        )
+    on_machine = f"at least one rank, and at most {_MOST_RANKS} on one machine"
+    _check_count("world", world, 1, on_machine, "pass world ≥ 1", most=_MOST_RANKS)
     deadline = check_deadline(deadline)
-    if threads_per_rank is not None and (not isinstance(threads_per_rank, int) or threads_per_rank < 1):
-        raise InputError(
-            f"threads_per_rank is {shown(threads_per_rank)}",
-            expected="at least one thread",
-            fix="leave it out: the ranks then share the machine's cores",
-        )
-    if not isinstance(replacements, int) or replacements < 0:
-        raise InputError(
-            f"replacements is {shown(replacements)}",
-            expected="how many ranks may be started anew: 0 or more",
-            fix="leave it out, for none",
-        )
+    if threads_per_rank is not None:
+        shared = "leave it out: the ranks then share the machine's cores"
+        _check_count("threads_per_rank", threads_per_rank, 1, "at least one thread", shared)
+    anew = "how many ranks may be started anew: 0 or more"
+    _check_count("replacements", replacements, 0, anew, "leave it out, for none")
     intra_op = threads_per_rank or max(1, (os.cpu_count() or 1) // world)
     if ranks == "threads" and replacements:
         raise InputError(
@@ -97,7 +87,8 @@ def launch(
         )
     host_of_rank = hosts_of_ranks(hosts, world)
     if ranks == "threads":
-        return _launch_threads(world, fn, args, device, deadline, intra_op, hosts)
+        groups = thread_groups(world, device=device, deadline=deadline, hosts=hosts)
+        return _launch_threads(groups, fn, args, intra_op)
     if ranks == "processes":
         launched = ProcessLaunch(
             devices=devices_of_ranks(device, world),
@@ -110,16 +101,17 @@ def launch(
     raise InputError(f"ranks is {ranks!r}", expected="'threads' or 'processes'", fix="choose one of them")
 
 
+def _check_count(
+    name: str, value: object, least: int, expected: str, fix: str, most: float = math.inf
+) -> None:
+    if not isinstance(value, int) or not least <= value <= most:
+        raise InputError(f"{name} is {shown(value)}", expected=expected, fix=fix)
+
+
 def _launch_threads(
-    world: int,
-    fn: Callable[..., Result],
-    args: tuple[Any, ...],
-    device: str | torch.device | None,
-    deadline: float,
-    intra_op: int,
-    hosts: int | Sequence[int],
+    groups: list[ThreadGroup], fn: Callable[..., Result], args: tuple[Any, ...], intra_op: int
 ) -> list[Result]:
-    groups = thread_groups(world, device=device, deadline=deadline, hosts=hosts)
+    world = len(groups)
     if groups[0].device.type == "cuda" and world > MOST_THREADS_ON_CUDA:
         raise InputError(
             f"{world} threads on one GPU",

@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from tokenyard.errors import ConcurrentUse
 from tokenyard.group.own_process import OwnProcess
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class OneThread:
@@ -76,25 +75,12 @@ class OneThread:
         self.leave()
 
 
-class _Guarded(Protocol):
-    _one_thread: OneThread
-
-
-Owner = TypeVar("Owner", bound=_Guarded)
-
-
-def by_one_thread(
-    method: Callable[Concatenate[Owner, Arguments], Result],
-) -> Callable[Concatenate[Owner, Arguments], Result]:
+def by_one_thread(method: Method) -> Method:
     """Wrap a method so that only one thread at a time may run it, by the object's `_one_thread`."""
 
     @wraps(method)
-    def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        one_thread = self._one_thread
-        one_thread.enter()
-        try:
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self._one_thread:
             return method(self, *args, **kwargs)
-        finally:
-            one_thread.leave()
 
-    return guarded
+    return cast("Method", guarded)

@@ -2,7 +2,7 @@
 
 A process that is forked from it gets a copy of all of them, and of everything that they use: the connections to
 the other ranks, the memory that is shared with them, locks that other threads hold. It gets none of the threads. A call
-in that process would write in the name of its parent. Many libraries fork, such as the workers of a `DataLoader`.
+in that process would write into its parent's memory and connections. Many libraries fork, as a `DataLoader` does.
 
 - Each call is refused there (`OwnProcess.check`). To see it takes no system call: each fork is counted in the child.
 - What disturbs other ranks when it is freed, such as a process group of gloo, is kept there (`keep_in_children`).
@@ -18,13 +18,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from tokenyard.errors import HandleError, WrongProcess
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # The objects that a forked child must not free, by their ids.
 _kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -38,9 +37,8 @@ class OwnProcess:
 
     __slots__ = ("_pid", "_rank", "_what", "forks")
 
-    forks_now: ClassVar[int] = (
-        0  # how many forks lie between this process and the first one that loaded this module
-    )
+    # The number of forks between this process and the first one that loaded this module.
+    forks_now: ClassVar[int] = 0
 
     def __init__(self, what: str, rank: int | None = None) -> None:
         self._what, self._rank = what, rank
@@ -66,32 +64,22 @@ class OwnProcess:
             )
 
 
-class _Owned(Protocol):
-    @property
-    def own_process(self) -> OwnProcess: ...
-
-
-Owner = TypeVar("Owner", bound=_Owned)
-
-
-def in_own_process(
-    method: Callable[Concatenate[Owner, Arguments], Result],
-) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Wrap a method so that it raises in a process that was forked from the one that the object belongs to."""
+def in_own_process(method: Method) -> Method:
+    """Wrap a method so that it raises in a process that was forked from the one of the object's `own_process`."""
 
     @wraps(method)
-    def checked(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def checked(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.own_process.check()
         return method(self, *args, **kwargs)
 
-    return checked
+    return cast("Method", checked)
 
 
 def not_pickled(what: str, *, fix: str, layer: str | None = None, rank: int | None = None) -> HandleError:
     """The error for an object that is to be pickled, or copied by what pickling uses (`copy.copy`)."""
     return HandleError(
         f"{what} was to be pickled, or copied with copy.copy",
-        expected="it to stay in its process: it stands on connections and memory that the ranks share",
+        expected="it to stay in its process: it uses connections and memory that the ranks share",
         fix=fix,
         layer=layer,
         rank=rank,
@@ -99,7 +87,7 @@ def not_pickled(what: str, *, fix: str, layer: str | None = None, rank: int | No
 
 
 def keep_in_children(kept: Any) -> None:
-    """Let no process that is forked from now on free this object, nor what it refers to, not even when it ends."""
+    """Keep processes that are forked from now on from freeing this object, and what it refers to, even at their end."""
     _kept[id(kept)] = kept
 
 

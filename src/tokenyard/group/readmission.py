@@ -58,18 +58,7 @@ def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
     return sorted(lost)
 
 
-def check_count(count: object, rank: int) -> None:
-    """Raise unless `count`, the number of fresh ranks, is an int of at least 1."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InputError(
-            f"{shown(count)} ranks are to be taken in",
-            expected="a number of ranks, from 1",
-            fix="pass how many processes will call `rejoin`",
-            rank=rank,
-        )
-
-
-def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
+def not_invited(rank: int, address: str, waited: float) -> GroupError:
     """The error of a fresh rank that got no invitation, or whose invitation another process took."""
     return GroupError(
         f"rank {rank} of {address} was not invited within {waited:.1f} s",
@@ -131,7 +120,7 @@ class RejoinStore:
                 if free and self.store.compare_set(self._key(rank), found, taken) == taken:
                     return Invitation.decode(found)
             time.sleep(_PAUSE)
-        raise nobody_invited(rank, address, waited)
+        raise not_invited(rank, address, waited)
 
 
 def meet(
@@ -140,12 +129,12 @@ def meet(
     rank: int,
     size: int,
     *,
-    phase: str,
+    phase: str = PHASE,
     seconds: float,
     connecting: float,
     timeout: float,
     detector: FailureDetector,
-    gone: Callable[[], dict[int, str]],
+    gone: Callable[[], dict[int, str]] = dict,
     causes: Callable[[Sequence[int]], list[int]] = list,
     check: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
@@ -292,8 +281,8 @@ def no_address(address: object) -> InputError:
     """The error of a fresh rank that was given something else as an address."""
     return InputError(
         f"address is {shown(address)}",
-        expected="what `group.address` says on a rank of the group",
-        fix="hand that string to the process that takes the lost rank's place",
+        expected="the `group.address` of a rank of the group",
+        fix="pass that string to the process that replaces the lost rank",
     )
 
 
@@ -315,7 +304,7 @@ def invited_at(address: str, rank: int, seconds: float) -> tuple[RejoinStore, In
     except (RuntimeError, OSError) as error:  # torch's own errors; and that of no answer
         raise GroupError(
             f"the store of {address} does not answer: {str(error).splitlines()[0][:200]}",
-            expected="the store through which the group found together: its host is up, and can be reached from here",
-            fix="pass what `group.address` says on a rank that is left, and look at the way to that host",
+            expected="the store through which the group connected: its host is up, and can be reached from here",
+            fix="pass the `group.address` of a rank that is left, and check the network to that host",
             rank=rank,
         ) from error

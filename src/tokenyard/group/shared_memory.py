@@ -142,7 +142,7 @@ def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
     try:
         found = os.fstat(opened)
         if found.st_ino != inode or found.st_size < nbytes:  # beyond its end, a file cannot be mapped
-            raise OSError(0, "another file stands there")
+            raise OSError(0, "it is another file")
         return torch.frombuffer(_mapping(opened, nbytes), dtype=torch.uint8)
     finally:
         os.close(opened)

@@ -28,12 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    ProcessGroup,
-    Store,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 from tokenyard.errors import GroupError
 from tokenyard.group.devices import OVERLAPPING_DEVICES

@@ -34,11 +34,7 @@ from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.own_process import in_own_process
-from tokenyard.group.readmission import (
-    PHASE,
-    name_again,
-    nobody_invited,
-)
+from tokenyard.group.readmission import PHASE, name_again, not_invited
 
 
 @dataclass
@@ -76,7 +72,7 @@ class _MeetingPoint:
     ) -> None:
         self.hosts = tuple(hosts)  # by rank: the name of the host that it runs on
         self.size = size = len(self.hosts)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         # By rank: how often it was replaced. A rank that leaves one group also leaves all groups of its chain of
         # replacements in which this number is the same, because it is the same thread there.
         taken: tuple[int, ...] = before.places_taken if before else ()
@@ -104,15 +100,17 @@ class _MeetingPoint:
             if len(call.brought) == self.size:
                 call.complete.set()
             elif missing := [r for r in self.gone if r not in call.brought]:
-                self._give_up(missing, 0.0, "; ".join(self.gone[r] for r in missing))
+                self.give_up(missing, 0.0)
         return call
 
     def give_up(self, missing: Sequence[int], waited: float) -> _Verdict:
-        """Publish a verdict, unless one was published before; return the first one."""
+        """Publish a verdict, unless one was published before, and wake all waiting ranks; return the first one."""
         with self.lock:
-            why = "; ".join(dict.fromkeys(self.gone[r] for r in missing if r in self.gone))
-            self._give_up(list(missing), waited, why)
-            assert self.verdict is not None
+            if self.verdict is None:
+                why = "; ".join(dict.fromkeys(self.gone[r] for r in missing if r in self.gone))
+                self.verdict = _Verdict(list(missing), waited, why)
+            for call in self.calls.values():
+                call.complete.set()
             return self.verdict
 
     def take(self, rank: int, number: int, call: _Call, deadline: float, phase: str) -> list[Any]:
@@ -122,7 +120,7 @@ class _MeetingPoint:
             with self.lock:
                 if not call.complete.is_set():
                     missing = [r for r in range(self.size) if r not in call.brought]
-                    self._give_up(missing, time.monotonic() - started, "")
+                    self.give_up(missing, time.monotonic() - started)
         with self.lock:
             if len(call.brought) < self.size:
                 assert self.verdict is not None
@@ -140,29 +138,21 @@ class _MeetingPoint:
             )
         return [call.brought[r][1] for r in range(self.size)]
 
-    def _give_up(self, missing: list[int], waited: float, why: str) -> None:
-        """Publish the verdict and wake all waiting ranks. The caller holds the lock."""
-        if self.verdict is None:
-            self.verdict = _Verdict(missing, waited, why)
-        for call in self.calls.values():
-            call.complete.set()
-
     def leave(self, rank: int, why: str) -> None:
         """Mark a rank as ended: every rank that waits for it, now or later, raises at once."""
         self._leave(rank, why)
         # Groups that replace this one, or were replaced by it, learn it, too, if the rank is the same thread there.
-        for meeting_point in self.successors.all():
-            if meeting_point is not self and meeting_point.places_taken[rank:][:1] == (
-                self.places_taken[rank],
-            ):
-                meeting_point._leave(rank, why)
+        place = self.places_taken[rank]
+        for other in self.successors.all():
+            if other is not self and rank < other.size and other.places_taken[rank] == place:
+                other._leave(rank, why)
 
     def _leave(self, rank: int, why: str) -> None:
         with self.lock:
             self.gone[rank] = why
             waiting = [c for c in self.calls.values() if rank not in c.brought and c.brought]
             if waiting:
-                self._give_up([rank], 0.0, why)
+                self.give_up([rank], 0.0)
             subgroups = list(self.subgroups.items())
         for (ranks, *_), meeting_point in subgroups:
             if rank in ranks:
@@ -199,7 +189,7 @@ class _Invitations:
         """Wait for an invitation, and take it."""
         with self.changed:
             if not self.changed.wait_for(lambda: rank in self.invited, seconds):
-                raise nobody_invited(rank, self.address, seconds)
+                raise not_invited(rank, self.address, seconds)
             return self.invited.pop(rank)
 
 
@@ -223,8 +213,7 @@ class ThreadGroup(Group):
         self._meeting_point = meeting_point
         self._invitations = invitations or meeting_point.invitations
         self._calls = self._readmissions = 0
-        self._splits: dict[tuple[tuple[int, ...], str], int] = {}
-        self._closed = False
+        self._subgroups, self._closed = {}, False
         self._one_thread = OneThread(f"group {name!r}", rank)
 
     def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
@@ -233,12 +222,8 @@ class ThreadGroup(Group):
     @by_one_thread
     def _start(self, kind: str, value: Any, phase: str) -> Pending[list[Any]]:
         if self._closed:
-            raise GroupError(
-                f"group {self.name!r} is closed",
-                expected="an open group",
-                fix="make a new one",
-                rank=self.rank,
-            )
+            found = f"group {self.name!r} is closed"
+            raise GroupError(found, expected="an open group", fix="make a new one", rank=self.rank)
         self._calls = number = self._calls + 1
         call = self._meeting_point.bring(self.rank, number, kind, value, phase)
         return Pending(lambda: self._take(number, call, phase))
@@ -341,18 +326,9 @@ class ThreadGroup(Group):
     def host(self) -> str:
         return self._meeting_point.hosts[self.rank]
 
-    @in_own_process
-    def subgroup(
-        self,
-        ranks: Sequence[int],
-        *,
-        name: str | None = None,
-        purpose: str = "",
-        check: Callable[[], None] | None = None,
+    def _subgroup(
+        self, members: tuple[int, ...], name: str, purpose: str, number: int, check: Callable[[], None]
     ) -> ThreadGroup:
-        members = self._check_members(ranks)
-        # The n-th subgroup of these ranks that a rank asks for is the same on all of them: they need not wait.
-        self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
         parent = self._meeting_point
         hosts = [parent.hosts[rank] for rank in members]
         with parent.lock:
@@ -360,13 +336,7 @@ class ThreadGroup(Group):
             gone = [(r, why) for r, why in parent.gone.items() if r in members]
         for rank, why in gone:
             meeting_point.leave(members.index(rank), why)
-        return ThreadGroup(
-            members.index(self.rank),
-            meeting_point,
-            name or f"{self.name}/{'-'.join(map(str, members))}",
-            self.deadline,
-            self.device,
-        )
+        return ThreadGroup(members.index(self.rank), meeting_point, name, self.deadline, self.device)
 
     @property
     def address(self) -> str:
@@ -381,9 +351,7 @@ class ThreadGroup(Group):
     def decided(self, question: str) -> str | None:
         return self._meeting_point.successors.decided.get(question)
 
-    def _fill(
-        self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
-    ) -> ThreadGroup:
+    def _fill(self, empty: Sequence[int], seconds: float, check: Callable[[], None]) -> ThreadGroup:
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
         parent, invitations = self._meeting_point, self._invitations
@@ -421,7 +389,7 @@ class ThreadGroup(Group):
 
     @in_own_process
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this rank has ended."""
+        """Make it known to the other ranks that this rank has ended."""
         self._meeting_point.leave(self.rank, why)
 
     @in_own_process
@@ -436,7 +404,7 @@ def rejoin_threads(address: str, rank: int, *, seconds: float) -> ThreadGroup:
         raise InputError(
             f"address is {address!r}",
             expected="the address of a group of threads in this process",
-            fix="pass what `group.address` says on a rank of the group",
+            fix="pass the `group.address` of a rank of the group",
         )
     return invitations.take(rank, seconds)._met(seconds)
 

@@ -32,19 +32,13 @@ def make_together(
         mine = note(made)
     except Exception as raised:
         error = raised.at(layer=layer, rank=group.rank) if isinstance(raised, TokenyardError) else raised
-    report = {
-        "error": None if error is None else f"{type(error).__name__}: {error}",
-        "caused_by_peer": isinstance(
-            error, PeerFailed
-        ),  # the error was caused by another rank, in a smaller group
-        "note": mine,
-    }
+    words = None if error is None else f"{type(error).__name__}: {error}"
     with group.patience(seconds):
-        by_rank = group.gather_json(report, phase=what)
+        by_rank = group.gather_json([words, isinstance(error, PeerFailed), mine], phase=what)
     if error is not None:
         raise error
-    if failed := [rank for rank, other in enumerate(by_rank) if other["error"] is not None]:
-        # Prefer a rank that failed by itself to one that raised because of another rank.
-        first = min(failed, key=lambda rank: bool(by_rank[rank]["caused_by_peer"]))
-        raise PeerFailed(first, by_rank[first]["error"], phase=what, layer=layer, rank=group.rank)
-    return made, [other["note"] for other in by_rank]
+    if failed := [rank for rank, (words, _, _) in enumerate(by_rank) if words is not None]:
+        # Prefer a rank that failed by itself to one that failed because of another rank, in a smaller group.
+        first = min(failed, key=lambda rank: bool(by_rank[rank][1]))
+        raise PeerFailed(first, by_rank[first][0], phase=what, layer=layer, rank=group.rank)
+    return made, [note for _, _, note in by_rank]

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: their collectives of bytes, and the store through which they found together."""
+"""Process groups of torch.distributed: their collectives of bytes, and the store through which they connected."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def next_use(process_group: dist.ProcessGroup) -> str:
 
 
 def store_of(process_group: dist.ProcessGroup) -> Any:
-    """The store through which the processes of a group found each other."""
+    """The store through which the processes of a group connected."""
     return dist.distributed_c10d._world.pg_map[process_group][1]

@@ -128,7 +128,9 @@ class MoELayer(nn.Module):
     @property
     def wiring(self) -> Wiring:
         """The layer's present wiring: it changes when the plan grows, or goes on without a rank."""
-        wiring = self.plan.wiring(self.name)
+        wiring = self._state.wirings.get(self.name)
+        if wiring is None:
+            wiring = self.plan.wiring(self.name)  # raises: the plan was trimmed
         if wiring is not self._wiring:
             check_fits(wiring, self.plan.group.rank, self._built_for)
             self._wiring = wiring
@@ -199,7 +201,7 @@ class MoELayer(nn.Module):
         if self._state.changes is not None:
             self._state.changes.between_calls(self.name)  # experts that have moved are served from here on
         spec = self.wiring.exchange_spec
-        return self.plan.exchange.begin(spec, takes_slots=self.experts.skips_empty_slots)
+        return self._state.exchange.begin(spec, takes_slots=self.experts.skips_empty_slots)
 
     def _depart(
         self,
@@ -210,7 +212,7 @@ class MoELayer(nn.Module):
         ahead: bool = False,
     ) -> Call:
         """Send rows out, and run the shared experts while they travel."""
-        wiring, exchange = self._wiring, self.plan.exchange
+        wiring, exchange = self._wiring, self._state.exchange
         tape = None
         if wiring.gradients is not None:
             inputs, tape = training.begin(self, trip, inputs)

@@ -233,7 +233,7 @@ def draft_ignoring_env(
         return next((reason for reason in wired if isinstance(reason, Reason)), None)
 
     exchange_reason = None
-    if exchange == AUTO:
+    if isinstance(exchange, str) and exchange == AUTO:
         chosen, exchange_reason = choose_exchange(refusal, world, device, why="if the ranks share memory")
     else:
         chosen = resolve_exchange(exchange)

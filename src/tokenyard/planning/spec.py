@@ -150,7 +150,7 @@ def _check_sizes(spec: LayerSpec) -> Reason | None:
                 field=name, value=value, why=f"must be a whole number of at least 1, at most {most}"
             )
     spare = spec.spare_experts
-    if not (spare == 0 and isinstance(spare, int)) and not is_size(spare, most=MOST_EXPERTS):
+    if not (isinstance(spare, int) and spare == 0) and not is_size(spare, most=MOST_EXPERTS):
         why = f"must be a whole number from 0 to {MOST_EXPERTS}"
         return Reason(field="spare_experts", value=spare, why=why)
     return None

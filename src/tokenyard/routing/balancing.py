@@ -1,4 +1,4 @@
-"""Placements for uneven load: how many copies each expert gets, and on which ranks they live.
+"""Placements for uneven load: how many copies each expert gets, and which ranks hold them.
 
 The *load* of an expert is the number of choices that fall on it. If all ranks bring equally many tokens, the copies of
 an expert share its load evenly (the rule of `Placement`). The load of a rank is then the sum of load / copies over the
@@ -173,7 +173,7 @@ class _Search:
         return float(_loads(self.load, holds).max())
 
     def serves(self, holds: Holds) -> bool:
-        """Whether every expert lives somewhere, no more copies exist than asked for, and every rank has room."""
+        """Whether every expert has a rank, no more copies exist than asked for, and every rank has room."""
         fits = bool((holds.sum(axis=1) <= self.slots).all())
         return fits and bool(holds.any(axis=0).all()) and bool(holds.sum() <= self.copies_E.sum())
 

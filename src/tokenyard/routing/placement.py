@@ -7,7 +7,7 @@ tensors that turn the router's global ids into (rank, local id) pairs.
     contiguous(7, 3)      rank 0: 0 1 2   rank 1: 3 4   rank 2: 5 6
     round_robin(7, 3)     rank 0: 0 3 6   rank 1: 1 4   rank 2: 2 5
 
-An expert may live on several ranks (*replicas*, for experts that are hot). A token's choice then goes to
+An expert may be on several ranks (*replicas*, for experts that are hot). A token's choice then goes to
 exactly one of them, by a rule that depends only on the source rank and the token's own ids:
 
 1. if the source rank holds the expert, the choice stays there, and no row travels;
@@ -78,7 +78,7 @@ class Placement:
         orphans = self.lost_experts
         if orphans and not self.allow_lost:
             raise InputError(
-                f"nobody owns expert{'s' if len(orphans) > 1 else ''} {_list_of(orphans)}",
+                f"no rank owns expert{'s' if len(orphans) > 1 else ''} {_list_of(orphans)}",
                 expected=f"an owner for each of the {self.num_experts} experts",
                 fix="add the missing ids to a rank's row of the table",
             )
@@ -170,7 +170,7 @@ class Placement:
 
     @cached_property
     def has_replicas(self) -> bool:
-        """Whether any expert lives on more than one rank."""
+        """Whether any expert is on more than one rank."""
         return sum(map(len, self.table)) > self.num_experts - len(self.lost_experts)
 
     def local_experts(self, rank: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ _FEW_IDS = 64
 class Routes:
     """Which experts take each token, and with what weight.
 
-    `topk_ids_TK` (int32 or int64) holds global expert ids; -1 is nobody, and the weight beside it means
+    `topk_ids_TK` (int32 or int64) holds global expert ids; -1 is no expert, and the weight beside it means
     nothing (it may be NaN). `topk_weights_TK` is float32 or bf16. `scaled_by` is the routed scaling factor
     that the weights hold *already*.
 
@@ -42,10 +42,10 @@ class Routes:
     Traceback (most recent call last):
     ...
     tokenyard.errors.InputError: topk_ids_TK holds id 5 (token 0, choice 0); expected ids from 0 to 3, or -1 \
-for nobody; fix: pass global expert ids of this layer, and -1 for padding
+for no expert; fix: pass global expert ids of this layer, and -1 for padding
     """
 
-    topk_ids_TK: Tensor  # int32 or int64: global ids of experts; -1 is nobody
+    topk_ids_TK: Tensor  # int32 or int64: global ids of experts; -1 is no expert
     topk_weights_TK: Tensor  # float32 or bf16: the routing weights
     scaled_by: float = 1.0  # the routed scaling factor that the weights hold already
 
@@ -198,7 +198,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         token, choice = ((ids < -1) | (ids >= num_experts)).nonzero()[0].tolist()
         raise InputError(
             f"topk_ids_TK holds id {int(ids[token, choice])} (token {token}, choice {choice})",
-            expected=f"ids from 0 to {num_experts - 1}, or -1 for nobody",
+            expected=f"ids from 0 to {num_experts - 1}, or -1 for no expert",
             fix="pass global expert ids of this layer, and -1 for padding",
         )
 

@@ -231,7 +231,7 @@ def test_only_the_tensor_of_the_workspace_is_taken_for_it(ranks):
     for copied, strided, right, stale, right_again in on_ranks(2, wrong_workspace_tensors, ranks=ranks):
         for error in (copied, strided, stale):
             assert isinstance(error, InputError)
-            assert "does not stand in the workspace" in str(error)
+            assert "is not in the workspace" in str(error)
         assert right is None
         assert right_again is None
 

@@ -73,7 +73,7 @@ def test_the_workspace_may_grow_between_dispatch_and_combine():
     for rank, (count, *sums, error) in enumerate(on_two_processes(results_and_growth)):
         assert count == (2, 4)[rank]
         assert sums == [[4.0, 2.0], [2.0, 1.0]]
-        assert "does not stand in the workspace" in error
+        assert "is not in the workspace" in error
 
 
 BAD = {

@@ -87,25 +87,26 @@ def inner_format_in_blocks_of_64(patch):
 
 KIND = BugKind(
     name="Who quantizes",
-    about="A row can be quantized by the sender or by the experts, and every kernel has its own wish for the layout of "
-    "scales and the width of a row. Two who do it, or none, give numbers that look like numbers.",
+    about="The sender or the experts can quantize a row, and kernels differ in the layout of scales and the "
+    "width of rows that they read. If two parties quantize, or none, the result is wrong numbers without "
+    "an error.",
     bugs=(
         KnownBug(
             name="Quantized twice",
             seen="vLLM #40960",
-            story="A kernel quantized its input by itself, and said so in a property. When quantization moved to the "
-            "sender, that property had to be inverted in every class. A class that is missed quantizes what is "
-            "quantized already: nothing raises, and every row has been rounded twice.",
+            story="A kernel quantized its input, and a property said so. When the sender began to quantize, "
+            "that property had to be inverted in every class. A class that was missed quantizes a second "
+            "time, without an error.",
             mutate=quantized_twice,
             caught_by=ExpertsCheck(name="rows_are_quantized_once"),
-            says="beyond the bound for nvfp4(global_scale=8.0), rows that arrive so",
+            says="rows that arrive in nvfp4(global_scale=8.0)",
         ),
         KnownBug(
             name="Not quantized at all",
             seen="vLLM #40960",
-            story="The same move, missed on the other side: the sender leaves quantizing to the experts, who leave it "
-            "to the sender. Rows travel in bf16, in slots that were sized for another format, and a kernel reads "
-            "two bytes of a number as two numbers.",
+            story="The sender leaves quantizing to the experts, and they leave it to the sender. Rows travel in "
+            "bf16 in slots of another format, and a kernel reads the two bytes of a number as two "
+            "numbers.",
             mutate=never_quantized,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -117,9 +118,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Scales swizzled before the wire",
-            story="Block-scaled kernels read scales in tiles of 128 × 4. In such a tile the scales of one row are "
-            "spread over the scales of its neighbors, so a row that is sent to one rank would take its neighbors' "
-            "scales along and leave its own behind. Only linear scales can travel; the receiver swizzles.",
+            story="Block-scaled kernels read scales in tiles of 128 × 4, in which the scales of neighboring "
+            "rows are mixed. A row that is sent to one rank would take its neighbors' scales along. Only "
+            "linear scales can travel; the receiver swizzles.",
             mutate=swizzled_before_the_wire,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -131,9 +132,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Swizzled twice",
-            story="The engine of the reports swizzles nvfp4 scales again after the exchange, and those of no other "
-            "format. Whether scales are swizzled cannot be seen by looking at them: they are bytes, and as many as "
-            "before. Here the rows say it, and refuse the second time.",
+            story="The engine of the reports swizzles nvfp4 scales again after the exchange. Swizzled scales "
+            "are bytes of the same number, so this cannot be seen from the tensor. Here the rows carry "
+            "their layout, and refuse the second time.",
             mutate=swizzled_twice,
             in_check=FormatCheck(name="scale_layouts_as_declared", format="nvfp4"),
             caught_by=AlwaysOn(
@@ -146,9 +147,9 @@ KIND = BugKind(
         KnownBug(
             name="The padded width leaks into the output",
             seen="vLLM #40960",
-            story="Kernels for mxfp8 wanted rows whose width is a multiple of 256, so a hidden size of 2880 traveled "
-            "as 3072. The output was allocated as wide as the input had come. The mend was to keep the true width in a "
-            "second field, `hidden_dim_unpadded`, beside the first.",
+            story="Kernels for mxfp8 wanted widths that are multiples of 256, so 2880 traveled as 3072, and the "
+            "output was allocated as wide as the input. The fix kept the true width in a second field, "
+            "`hidden_dim_unpadded`.",
             mutate=padded_width_leaks,
             in_check=ExpertsCheck(name="one_type_returned"),
             caught_by=AlwaysOn(

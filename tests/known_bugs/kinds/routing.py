@@ -69,24 +69,22 @@ def input_changed_in_place(patch):
 
 KIND = BugKind(
     name="Where a row goes",
-    about="Ids become ranks, ranks become slots, and every shortcut on the way is right for the batch that its author "
-    "had in mind.",
+    about="Ids become ranks, and ranks become slots. Each of these shortcuts is right for some batches only.",
     bugs=(
         KnownBug(
             name="Nobody's rows sent to rank 0",
             seen="FlashInfer's one-sided kernels, which do not check for it",
-            story="Engines fill padding tokens with an id of -1. A kernel that divides it by the experts of a rank, "
-            "rounding toward zero, gets rank 0. Every padding token of every rank then lands there: rank 0 is always "
-            "the slow one, and computes on garbage.",
+            story="Padding tokens have an id of -1. A kernel that divides it by the experts of a rank, rounding "
+            "toward zero, gets rank 0. Every padding token is then sent there: rank 0 is always slow, and "
+            "computes on garbage.",
             mutate=nobody_sent_to_rank_zero,
             caught_by=ExchangeCheck(name="nobody_is_not_sent"),
             says="14 rows arrived, and row 0 is token 0 of rank 0; expected 4 rows",
         ),
         KnownBug(
             name="A row with duplicate ids sent twice",
-            story="A token whose choices name one expert twice, or two experts of one rank, goes to that rank once. "
-            "Whoever sends a copy per choice gets two rows where one is due: each is computed with both choices, and "
-            "both come home.",
+            story="A token that chooses one expert twice, or two experts of one rank, goes to that rank once. "
+            "With a copy per choice, each copy is computed with both choices, and both come home.",
             mutate=duplicates_sent_twice,
             caught_by=ExchangeCheck(name="duplicate_choices"),
             says="rows in (source, token) order",
@@ -94,36 +92,34 @@ KIND = BugKind(
         KnownBug(
             name="More tokens than the maximum",
             seen="FlashInfer's one-sided kernels, which do not check for it",
-            story="Slots follow each other: those of rank 1 begin behind the last one of rank 0. A batch that is "
-            "larger than the plan allows goes on into the slots of the next rank. The culprit's own rows arrive; it is "
-            "its neighbor's tokens that come home wrong.",
+            story="The slots of rank 1 follow those of rank 0. A batch that is larger than planned continues in "
+            "the slots of the next rank, whose tokens then come home wrong.",
             mutate=more_tokens_than_the_maximum,
             caught_by=ExchangeCheck(name="over_capacity", exchange="two_sided"),
             says="rank 3 announces 5 tokens",
         ),
         KnownBug(
             name="Ids cast to the wrong width",
-            story="Routers make 64-bit ids, kernels want 32 bits, and somebody who counts bytes on the wire wants 8: "
-            "there were 64 experts, after all. The 129th expert of a rank has an id of -128, which is nobody, and its "
-            "tokens are dropped.",
+            story="Ids are cast to 8 bits to save bytes, which is enough for 64 experts. The 129th expert of a "
+            "rank then has an id of -128, which means no expert, and its tokens are dropped.",
             mutate=ids_cast_to_a_byte,
             caught_by=ExchangeCheck(name="many_experts"),
             says="-1 where an expert lives elsewhere",
         ),
         KnownBug(
             name="Uneven experts, offset of even shares",
-            story="A rank's first expert is number rank · ⌊E / W⌋, which is right where ranks hold the same number. "
-            "With 7 experts on 2 ranks the first holds 4 and the second begins at 4, not at 3. Every token of the "
-            "second rank then meets its expert's neighbor.",
+            story="A rank's first expert is number rank · ⌊E / W⌋ only if all ranks hold equally many. With 7 "
+            "experts on 2 ranks the second rank begins at 4, not at 3, and its tokens get a neighboring "
+            "expert.",
             mutate=offset_of_even_shares,
             caught_by=ExchangeCheck(name="uneven_experts"),
             says="-1 where an expert lives elsewhere",
         ),
         KnownBug(
             name="Input changed in place",
-            story="The weight beside an id of -1 means nothing, and it may be NaN. Setting it to zero first makes "
-            "everything behind it simpler. But the tensor is the caller's: a log of router weights, an auxiliary loss, "
-            "or the next micro-batch reads it again.",
+            story="The weight beside an id of -1 may be NaN. Setting it to zero in place changes the caller's "
+            "tensor, which a log of router weights, an auxiliary loss, or the next micro-batch reads "
+            "again.",
             mutate=input_changed_in_place,
             caught_by=ExchangeCheck(name="input_untouched"),
             says="topk_weights_TK was changed; expected nothing of the caller's to be changed",

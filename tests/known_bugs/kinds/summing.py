@@ -91,36 +91,36 @@ def kernel_returns_a_tuple(patch):
 def nan_in_an_unused_slot(patch):
     right = trained.sort_pairs
 
-    def sort_pairs(routes, num_local_experts, token_numbers=None):
+    def sort_pairs(routes, *rest):
         there_RK = routes.ids_RK >= 0
         everybody = LocalRoutes(
             ids_RK=routes.ids_RK.clamp(min=0),
             weights_RK=routes.weights_RK * there_RK,  # zero times anything is zero
         )
-        return right(everybody, num_local_experts, token_numbers)
+        return right(everybody, *rest)
 
     patch.setattr(trained, "sort_pairs", sort_pairs)
 
 
 KIND = BugKind(
     name="Who weighs, who sums",
-    about="A token's result is a weighted sum over experts, which is a sum over ranks of sums over the experts there, "
-    "times a factor. Each of these has one owner. With two, or none, the model still answers; it is only wrong more "
-    "often.",
+    about="A token's result is a weighted sum over experts: a sum over ranks of sums over the experts there, "
+    "times a factor. Exactly one party does each of these. With two, or none, accuracy drops without an "
+    "error.",
     bugs=(
         KnownBug(
             name="Weights applied twice",
-            story="Some kernels apply the routing weight to the row before the product, some to the result after it, "
-            "and some leave it to whoever sums. Where two of them do it, a weight of 0.5 counts as 0.25. Tokens that "
-            "have one strong expert hardly change, so a short test does not see it.",
+            story="Some kernels apply the routing weight to the row, some to the result, and some leave it to "
+            "the sum. If two of them do it, 0.5 counts as 0.25. Tokens with one strong expert hardly "
+            "change, so a short test does not see it.",
             mutate=weights_applied_twice,
             caught_by=ExpertsCheck(name="within_the_bound"),
             says="beyond the bound for H",
         ),
         KnownBug(
             name="Weights never applied",
-            story="And where each leaves it to the other, every expert counts in full. The result is too large by a "
-            "factor that differs from token to token; a normalization behind the layer hides most of it.",
+            story="Each part leaves the routing weight to another. The result is too large by a factor that "
+            "differs from token to token; a normalization after the layer hides most of it.",
             mutate=weights_never_applied,
             caught_by=ExpertsCheck(name="within_the_bound"),
             says="beyond the bound for H",
@@ -128,37 +128,35 @@ KIND = BugKind(
         KnownBug(
             name="Reduced twice over ranks",
             seen="vLLM #41382",
-            story="The library's combine had summed already. The engine's class said `output_is_reduced() → False`, "
-            "copied from the class beside it, so the engine summed again. No error, no crash: GSM8K went from about "
-            "93% to about 80%, and accuracy was the only alarm.",
+            story="The library's combine had summed already. The engine's class said `output_is_reduced() → "
+            "False`, copied from another class, so the engine summed again. No error: GSM8K went from "
+            "about 93% to about 80%.",
             mutate=reduced_twice_over_ranks,
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
-            says="the sum of one row from each of the ranks",
+            says="the sum of one row from each rank that it went to",
         ),
         KnownBug(
             name="Never reduced over ranks",
             seen="vLLM #41382, as a risk of its mend",
-            story="The mend of that report rests on what a library does inside, in one version. A later version that "
-            "does not sum would leave one rank's part of each token in place of the sum, and this side would not sum "
-            "either. A token whose experts all live on one rank is right.",
+            story="The fix of that report relies on what a library does in one version. If a later version does "
+            "not sum, neither side does. A token whose experts are all on one rank is still right.",
             mutate=never_reduced_over_ranks,
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
-            says="the sum of one row from each of the ranks",
+            says="the sum of one row from each rank that it went to",
         ),
         KnownBug(
             name="Reduced twice over experts",
             seen="vLLM #41382",
-            story="The same a level below: the rows of a token's experts on one rank are summed by the kernel, and by "
-            "whoever finishes its result. A token with one expert on a rank does not show it. One with two there "
-            "counts double.",
+            story="The kernel sums the results of a token's experts on one rank, and so does the code that "
+            "finishes its result. A token with two experts on a rank counts double.",
             mutate=reduced_twice_over_experts,
             caught_by=ExpertsCheck(name="duplicate_choices_count_twice"),
-            says="beyond the bound where all choices name one expert",
+            says="where all choices name one expert",
         ),
         KnownBug(
             name="Routed scaling applied twice",
-            story="Models of the DeepSeek family multiply the weights by a factor, 2.5. The router may do it, or the "
-            "layer, and both read the same config. Most models have a factor of 1, and so has every smoke test.",
+            story="Models of the DeepSeek family multiply routing weights by 2.5. Router and layer read the "
+            "same config, and both do it. Most models, and all smoke tests, have a factor of 1.",
             mutate=routed_scaling_twice,
             caught_by=ExchangeCheck(name="routed_scaling_once", exchange="two_sided"),
             says="a layer whose router scales its weights gave other bits than the twin",
@@ -166,9 +164,9 @@ KIND = BugKind(
         KnownBug(
             name="A kernel that returns a tuple",
             seen="vLLM #39315",
-            story="A library gave its MoE kernels an argument, `do_finalize`. Engines that did not pass it got a list "
-            "where there had been a tensor, and called `.to` on it. The backend for 4-bit integers was broken from one "
-            "release on. It was chosen by an environment variable, and no test set it.",
+            story="A library added an argument, `do_finalize`, to its MoE kernels. Engines that did not pass it "
+            "got a list instead of a tensor, and called `.to` on it. The backend for 4-bit integers was "
+            "broken from then on; an environment variable chose it, and no test set that.",
             mutate=kernel_returns_a_tuple,
             in_check=ExpertsCheck(name="finalizing_agrees"),
             caught_by=AlwaysOn(
@@ -181,12 +179,11 @@ KIND = BugKind(
         KnownBug(
             name="NaN in an unused slot reaches a sum",
             seen="vLLM #40960",
-            story="Of a fixed number of slots some hold no row, only what was there before. Giving them a weight of "
-            "zero is cheaper than leaving them out, and zero times anything is zero: except NaN, which stays NaN, and "
-            "which is what old memory sometimes reads as.",
+            story="Some slots hold no row of this batch, only old memory. Giving them a weight of zero instead "
+            "of leaving them out is wrong if that memory is NaN, because zero times NaN is NaN.",
             mutate=nan_in_an_unused_slot,
             caught_by=ExpertsCheck(name="rows_for_nobody_are_zero"),
-            says="row 3, for nobody, is [nan, nan, nan, nan]; expected zeros",
+            says="row 3, for no expert, is [nan, nan, nan, nan]; expected zeros",
         ),
     ),
 )

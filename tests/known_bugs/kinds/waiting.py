@@ -59,14 +59,14 @@ def idle_ranks_are_not_told(patch):
 
 KIND = BugKind(
     name="Who waits for whom",
-    about="Memory keeps what was in it, flags too. Whoever waits must know for whom, and for which round.",
+    about="Memory keeps old rows and old flags. Each wait must know for which ranks, and for which round.",
     bugs=(
         KnownBug(
             name="A barrier over the world",
             seen="vLLM #42976",
-            story="Growing a workspace ended with a barrier over all ranks. Pipeline stages have different layers, so "
-            "they grow a different number of times: one stage waited in its second barrier, the other had only one, "
-            "and the engine stood still, without a word. The mend scopes the barrier to the expert group.",
+            story="Growing a workspace ended with a barrier over all ranks. Pipeline stages have different "
+            "layers and grow a different number of times, so one stage waited forever. The fix limits the "
+            "barrier to the expert group.",
             mutate=barrier_over_the_world,
             caught_by=ExchangeCheck(name="groups_side_by_side"),
             says="rank 2 waits for all",
@@ -74,9 +74,9 @@ KIND = BugKind(
         KnownBug(
             name="Stale rows of the last round",
             seen="vLLM #40960",
-            story="A large batch filled forty slots, then a small one fills ten. The other thirty still hold rows, "
-            "with good ids and good weights; only nobody sent them in this round. A kernel that takes all slots "
-            "computes them again. The mend wrote an id of -1 into every slot that was not filled.",
+            story="After a batch of forty rows comes one of ten. The other thirty slots still hold rows with "
+            "valid ids and weights, and a kernel that takes all slots computes them again. The fix wrote "
+            "-1 into every slot without a row.",
             mutate=stale_rows_read_as_rows,
             in_check=ExchangeCheck(name="smaller_batches"),
             caught_by=AlwaysOn(
@@ -88,9 +88,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="A late rank's flag of the last round",
-            story="A flag that says *written* must be taken back before the next round, or say which round it means. "
-            "If it does neither, a rank that is late looks as if it had come: the others read what it wrote a round "
-            "ago. It happens only when a rank is late, so it happens in production.",
+            story="A flag must be reset before the next round, or contain its round. If it does neither, the "
+            "flag of a late rank looks set, and the others read its rows of the round before. This "
+            "happens only if a rank is late.",
             mutate=flag_of_the_last_round,
             caught_by=ExchangeCheck(name="late_ranks"),
             says="Drifted: layer 'moe', rank 0: the ranks are in different places",

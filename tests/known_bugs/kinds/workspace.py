@@ -122,15 +122,15 @@ def _grow_when_the_graph_is_gone(group):
 
 KIND = BugKind(
     name="The workspace",
-    about="One buffer per rank takes the rows of all layers. Whoever sizes it must know every layer, every format, "
-    "every pad and every rank. Whoever is wrong writes over somebody else's rows.",
+    about="One buffer per rank takes the rows of all layers. Its size depends on every layer, format, pad and "
+    "rank. If it is too small, rows overwrite those of other ranks.",
     bugs=(
         KnownBug(
             name="Sized for one format",
             seen="vLLM #39717",
-            story="The workspace of a one-sided backend was sized for nvfp4 rows: four bits an element, and a byte of "
-            "scale for every sixteen. Then somebody ran it with bf16. The rows were longer than their slots, nothing "
-            "raised, and the model spoke gibberish. The mend was an `if` that refuses all other formats.",
+            story="The workspace of a one-sided backend was sized for nvfp4 rows. With bf16 the rows were "
+            "longer than their slots: nothing raised, and the model answered nonsense. The fix was an "
+            "`if` that refuses all other formats.",
             mutate=sized_for_one_format,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -143,9 +143,8 @@ KIND = BugKind(
         KnownBug(
             name="Sized for the first layer only",
             seen="vLLM #42976",
-            story="The first layer that asked got a workspace, and all later ones shared it: right, as long as layers "
-            "are alike. Then models came whose body is 4-bit and whose prediction head is not quantized at all. The "
-            "rows of the head are several times as long, and overflowed.",
+            story="The workspace was sized for the layer that came first, and all others shared it. In a model "
+            "with a 4-bit body and a bf16 prediction head, the rows of the head overflowed.",
             mutate=sized_for_the_first_layer,
             in_check=ExchangeCheck(name="heterogeneous_layers"),
             caught_by=AlwaysOn(
@@ -157,9 +156,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Sized without the pad",
-            story="Rows times bytes of a row is not what they take: kernels want rows, scales and ids to start at "
-            "round addresses, so there is a pad behind each. With widths and batches that are powers of two the pad is "
-            "empty, and the short formula is right in every test. Then comes an odd width.",
+            story="Kernels want rows, scales and ids to start at aligned addresses, so each is padded. With "
+            "powers of two the padding is empty, and a size of rows times bytes is right in every test. "
+            "With an odd width it is too small.",
             mutate=sized_without_the_pad,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -171,10 +170,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Sized for the data-parallel group",
-            story="Rows come from all ranks of the expert group. An engine has many groups, and whoever asks the "
-            "data-parallel one how many ranks there are gets the same number, as long as nothing is tensor-parallel. "
-            "Where something is, the expert group is larger, and the last ranks' rows land behind the end. (The "
-            "regression test of #42976 builds its workspace on the data-parallel group, and passes.)",
+            story="Rows come from all ranks of the expert group. The data-parallel group has as many ranks only "
+            "if nothing is tensor-parallel; otherwise the last ranks' rows overflow. (The regression test "
+            "of #42976 builds its workspace on the data-parallel group, and passes.)",
             mutate=sized_for_the_data_parallel_group,
             in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
@@ -188,9 +186,8 @@ KIND = BugKind(
         KnownBug(
             name="The old workspace kept after growth",
             seen="vLLM #42976",
-            story="Growing on demand has a step that is easily left out: whoever holds the old buffer must let go of "
-            "it. The report's own regression test asserts that the object behind the manager is another one after "
-            "growth, and the same one where it sufficed.",
+            story="The workspace grows, but a part that holds the old buffer keeps using it. The report's own "
+            "regression test asserts that growth makes a new object.",
             mutate=old_workspace_kept,
             in_check=ExchangeCheck(name="growing_plans"),
             caught_by=AlwaysOn(name="ContractError", when="in `plan.extend` with a wider layer", run=_grow),
@@ -198,10 +195,9 @@ KIND = BugKind(
         ),
         KnownBug(
             name="Growth under a live CUDA graph",
-            story="A captured graph holds the addresses of the buffers that it was captured with. If the workspace "
-            "grows in between, a replay writes where the workspace was, into memory that belongs to somebody else by "
-            "then; and it reads flags there that nobody will ever set. So growing asks first whether a graph is alive. "
-            "(Here without a GPU: the graph is counted by hand, as it is counted when CUDA captures one.)",
+            story="A captured graph holds the addresses of its buffers. If the workspace is rebuilt, a replay "
+            "writes into memory that has another owner by then, and waits for flags that are never set. "
+            "(This test has no GPU: it counts the graph as a capture would.)",
             mutate=growth_under_a_graph,
             also_alive=_grow_when_the_graph_is_gone,
             caught_by=Refusal(
@@ -214,18 +210,17 @@ KIND = BugKind(
         KnownBug(
             name="A combine region over another layer's dispatch region",
             seen="vLLM #42976",
-            story="Results lie behind the rows. If *behind* means behind this layer's rows and not behind the largest "
-            "layer's, a small layer's results lie where a large layer's rows arrive. One layer alone is right, and so "
-            "are two, until a fast rank sends rows of the next layer while a slow one still reads results of the last.",
+            story="Results are placed behind the rows of their own layer, and not behind those of the largest "
+            "layer. A small layer's results then overlap a large layer's rows, as soon as a fast rank "
+            "sends rows of the next layer while a slow one still reads results.",
             mutate=combine_over_dispatch,
             caught_by=ExchangeCheck(name="regions_never_overlap"),
             says="results of layer 'small' lie over",
         ),
         KnownBug(
             name="A result that aliases the workspace",
-            story="Where all rows of a batch come home from one rank there is nothing to sum, so why copy them? The "
-            "result is then a view of the workspace. It is right when it is returned, and becomes the next layer's "
-            "when that one runs: a residual that was kept for later is no longer what it was.",
+            story="If all results come from one rank, there is nothing to sum, and a copy seems unnecessary. "
+            "The result is then a view of the workspace, which the next layer overwrites.",
             mutate=result_aliases_the_workspace,
             caught_by=ExchangeCheck(name="output_is_kept"),
             says="an output that was kept over three rounds gave other bits than the twin",

@@ -162,7 +162,9 @@ class VirtualRanks:
                         )
                     if combines:
                         slots_TW, y_TH = self._slots[number], self.y_TH[launch.rows]
-                        launch.launcher.combine(self._slots_out, slots_TW, None, y_TH, waits=self._waits)
+                        launch.launcher.sum(
+                            self._slots_out, slots_TW, y_TH, just_placed=False, waits=self._waits
+                        )
         for launch in self._launch_streams:
             if launch.stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(launch.stream)

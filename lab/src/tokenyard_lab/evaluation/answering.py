@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tokenyard.balancing.recorded_routes import RouteRecorder, write_routes
+from tokenyard.balancing.recorded_routes import write_routes
 from tokenyard.group import Group
 from tokenyard_lab.evaluation.cells import MAX_TOKENS
 from tokenyard_lab.evaluation.decoding import answer, pad_left
 from tokenyard_lab.evaluation.models import load_language
 from tokenyard_lab.evaluation.ranks import Send
+from tokenyard_lab.evaluation.route_recorder import RouteRecorder
 
 
 def answer_questions(

@@ -1,7 +1,7 @@
 """The model that ships with tokenyard: a small Qwen3-MoE that solves arithmetic word problems, step by step.
 
-The checkpoint lies in `model/`, and beside it the problems that it has never seen: `held_out.jsonl`. `lab/training/` in
-the repository has the code that made both.
+The checkpoint lies in `model/`, and beside it the problems that it has never seen: `held_out.jsonl`.
+`tokenyard_lab.training` has the code that made both.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import Case, same_bits
 from tokenyard.conformance.draws import draw_case
 from tokenyard.exchange import Transport, resolve
@@ -168,7 +169,9 @@ def _draw(seed: int, group: Group, exchange: str | type[Transport]) -> Case:
     if seed % _LAYERS_PER_GROUPED:
         return case
     # Grouped experts are compared with a bound, and of special numbers none is known.
-    fast = replace(case, experts="grouped", data="normal" if case.data == "special" else case.data)
+    fast = replace(
+        case, experts="grouped", data=case.data if DATA[case.data].is_bounded else "ordinary numbers"
+    )
     wired = wire_layer(
         fast.spec(),
         index=0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tokenyard.conformance.batch_data import DATA
 from tokenyard.conformance.cases import Case, excess, oracle_tolerance, same_numbers
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertWeights
@@ -70,7 +71,7 @@ class Served:
         routes = without_lost(self.plan, self.name, batch.routes)
         if y_TH.dtype != batch.x_TH.dtype or y_TH.shape != batch.x_TH.shape:
             return f"{self._said(batch)}: an output of another dtype or shape than the input"
-        if batch.case.data != "special":  # of NaN, and of numbers that saturate, no bound is known
+        if DATA[batch.case.data].is_bounded:  # of NaN, and of numbers that saturate, no bound is known
             exact_TH, tolerance_TH, bound = oracle_tolerance(wiring, self.weights, batch.x_TH, routes)
             if wiring.experts.name != BITWISE:
                 dtype = WEIGHT_DTYPES.get(wiring.spec.weights, torch.bfloat16)

@@ -7,7 +7,7 @@ They are one more payload, of 64-bit numbers, which transports carry like any ot
     back through a relay   expert rank │ source rank and token │ …; then in a host's sum   relay's rank │ token │ …
 
 The first three numbers, the *head*, say whose row it is and of which round: they reveal rows that were swapped, dropped
-or left from an earlier round. Checksums tell which payload was changed. Ids are rewritten on the way, to local ids of
+or left from an earlier round. Checksums show which payload was changed. Ids are rewritten on the way, to local ids of
 the receiving rank, so they have no checksum: the receiver resolves the copy of the routes again, and compares.
 
 A checksum is the sum of a row's 64-bit words, each times an odd number of its own, modulo 2^64. Any change of a single
@@ -48,9 +48,7 @@ def checksums(payload_NW: Tensor) -> Tensor:
         row_bytes = torch.nn.functional.pad(row_bytes, (0, pad))
     words_NW = row_bytes.view(torch.int64)
     factors_W = _factors(words_NW.shape[1], words_NW.device)
-    if (
-        words_NW.device.type == "cpu"
-    ):  # 2,048 rows of 4 KB on one core: 1.8 ms, 4.6 where the products are stored
+    if words_NW.device.type == "cpu":  # 2,048 rows of 4 KB on one core: 1.8 ms; 4.6 if it stored the products
         return torch.mv(words_NW, factors_W)
     return (words_NW * factors_W).sum(dim=1)  # a GPU has no product of integer matrices
 
@@ -85,7 +83,7 @@ def check_out(
     sources_R = torch.arange(len(counts_W), device=checksums_RC.device).repeat_interleave(counts_W)
     if len(sources_R) != len(checksums_RC):
         raise Corrupted(
-            f"{len(checksums_RC)} rows are here, and {len(sources_R)} were announced",
+            f"{len(checksums_RC)} rows arrived, and {len(sources_R)} were announced",
             expected="as many rows as were announced",
             place="order",
         )
@@ -133,7 +131,7 @@ def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, checksums_RC
     expected = f"rows that rank {source} sent in round {round}, in the order of its tokens"
     which = f"row {row - int((sources_R < source).sum())} from rank {source}"
     if bool((checksums_RC[row, :CHECKSUM_HEAD] == -1).all()):
-        found = f"{which} is an unused slot: nobody wrote it in round {round}"
+        found = f"{which} is an unused slot: no rank wrote it in round {round}"
         raise Corrupted(found, expected=expected, source=source, place="order")
     if int(round_R[row]) != round:
         found = f"{which} is token {token} of round {int(round_R[row])}: it was left there"
@@ -164,7 +162,7 @@ def _check_sums(
                 what = f"the result of {back.name(number)} that rank {source} returned"
             raise Corrupted(
                 f"payload {name!r} of {what} is not what was sent",
-                expected=f"the bytes that rank {source} sealed",
+                expected=f"the bytes that rank {source} sent",
                 source=source,
                 token=token,
                 place=name,
@@ -184,18 +182,14 @@ def _check_routes(
     ids_RK, bits_RK = (copy_RK << 32) >> 32, copy_RK >> 32
     unknown_R = ((ids_RK < -1) | (ids_RK >= spec.num_experts)).any(dim=1)
     ids_RK[unknown_R] = -1
-    due_ids, due_bits = [], []
-    for source, (ids_NK, bits_NK) in enumerate(
-        zip(ids_RK.split(counts_W), bits_RK.split(counts_W), strict=True)
-    ):
-        rank_NK, local_NK = spec.placement.resolve(ids_NK, source)
-        here_NK = rank_NK == rank
-        due_ids.append(torch.where(here_NK, local_NK, -1))
-        due_bits.append(torch.where(here_NK, bits_NK, 0))
+    resolved = [spec.placement.resolve(ids, source) for source, ids in enumerate(ids_RK.split(counts_W))]
+    rank_RK, local_RK = (torch.cat(parts) for parts in zip(*resolved, strict=True))
+    here_RK = rank_RK == rank
+    due_ids_RK, due_bits_RK = torch.where(here_RK, local_RK, -1), torch.where(here_RK, bits_RK, 0)
     found_bits_RK = routes.weights_RK.float().view(torch.int32).long()
     wrong = {
-        "ids": unknown_R | (routes.ids_RK.long() != torch.cat(due_ids).long()).any(dim=1),
-        "weights": (found_bits_RK != torch.cat(due_bits)).any(dim=1),
+        "ids": unknown_R | (routes.ids_RK.long() != due_ids_RK.long()).any(dim=1),
+        "weights": (found_bits_RK != due_bits_RK).any(dim=1),
     }
     for name, wrong_R in wrong.items():
         if (row := _first(wrong_R)) is not None:
@@ -203,7 +197,7 @@ def _check_routes(
             here = {"ids": routes.ids_RK, "weights": routes.weights_RK}[name]
             raise Corrupted(
                 f"payload {name!r} of token {token} of rank {source} is {here[row].tolist()}, not what was sent",
-                expected=f"the routes that rank {source} sealed, as they are on this rank",
+                expected=f"the routes that rank {source} sent, with the local ids of this rank",
                 source=source,
                 token=token,
                 place=name,
@@ -215,18 +209,15 @@ def _check_routes(
 
 @dataclass(frozen=True, kw_only=True)
 class ResultNumbers:
-    """How results are numbered, so that the rank that sums them can tell whose they are."""
+    """How results are numbered, so that the rank that sums them knows whose they are."""
 
     per_token: int = 1  # numbers for each token: K if each of its choices has a result
     with_source: bool = False  # whether they hold the source rank: a relay sums tokens of several ranks
 
     def of(self, heads_RC: Tensor) -> Tensor:
         """The numbers of the results of rows with these heads: the token, or the source rank above the token."""
-        return (
-            heads_RC[:, TOKEN] | heads_RC[:, SOURCE] << _TOKEN_BITS
-            if self.with_source
-            else heads_RC[:, TOKEN]
-        )
+        numbers_R = heads_RC[:, TOKEN]
+        return numbers_R | heads_RC[:, SOURCE] << _TOKEN_BITS if self.with_source else numbers_R
 
     def token(self, number: int) -> int:
         """The token that a result belongs to."""
@@ -234,9 +225,8 @@ class ResultNumbers:
 
     def name(self, number: int) -> str:
         """That token in words, with its source rank if the number holds it."""
-        return f"token {self.token(number)}" + (
-            f" of rank {number >> _TOKEN_BITS}" if self.with_source else ""
-        )
+        source = f" of rank {number >> _TOKEN_BITS}" if self.with_source else ""
+        return f"token {self.token(number)}{source}"
 
 
 def checksums_back(rank: int, round: int, results_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
@@ -249,10 +239,8 @@ def check_back(
     peer: int, round: int, results_N: Tensor, rows: EncodedRows, numbers: ResultNumbers
 ) -> EncodedRows:
     """The rows that a rank returned, without their checksums; raise unless they are the results with these numbers."""
-    checksums_NC, payloads = (
-        rows.payloads[CHECKSUMS],
-        {n: p for n, p in rows.payloads.items() if n != CHECKSUMS},
-    )
+    checksums_NC = rows.payloads[CHECKSUMS]
+    payloads = {name: payload for name, payload in rows.payloads.items() if name != CHECKSUMS}
     peers_N = torch.full_like(results_N, peer)
     fits = len(checksums_NC) == len(results_N)
     head_NC = torch.stack(_head(peer, results_N, round), dim=1)
@@ -260,15 +248,14 @@ def check_back(
     if row is not None:
         number = int(results_N[row]) if len(results_N) else None
         due = "no token" if number is None else numbers.name(number)
-        source, other, when = (
-            checksums_NC[row, :CHECKSUM_HEAD].tolist() if len(checksums_NC) else (-1, -1, -1)
-        )
+        head = checksums_NC[row, :CHECKSUM_HEAD].tolist() if len(checksums_NC) else [-1, -1, -1]
+        source, other, when = head
         choice = f"choice {other % numbers.per_token} of " if numbers.per_token > 1 else ""
-        told = f"what rank {source} computed for {choice}{numbers.name(other)} in round {when}"
-        if (source, other, when) == (-1, -1, -1):
-            told = "nothing"
+        what = f"what rank {source} computed for {choice}{numbers.name(other)} in round {when}"
+        if head == [-1, -1, -1]:
+            what = "nothing"
         raise Corrupted(
-            f"rank {peer} returned {told} as the result of {due}",
+            f"rank {peer} returned {what} as the result of {due}",
             expected=f"the result of {due}{'' if numbers.with_source else ' of this rank'}, of round {round}, "
             f"from rank {peer}",
             source=peer,

@@ -5,12 +5,12 @@
     sum_into      each result that came home is compared with its checksums, the sum with its plain twin
 
 An error found on the way out, or before results are sent, is announced in place of this rank's results. For errors
-found at home, ranks exchange a *last word* at the end of the round, so that an error on one rank is raised on all. If
+found at home, ranks exchange *reports* at the end of the round, so that an error on one rank is raised on all. If
 the transport has a workspace, its guards are checked, too (`workspace_guards`).
 
 In `hierarchical`, dispatched rows are checked from end to end. On the way back each relay checks the results of its
 host's ranks and compares its sums with their plain twin; it adds its own checksums to the sums, which are checked at
-home. A relay announces an error only in its last word, because other ranks wait for its sums until then.
+home. A relay announces an error only in its report, because other ranks wait for its sums until then.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from tokenyard.rows import LocalRoutes, RankRows, ReceivedRows, describe
 
 Result = TypeVar("Result")
 
-# Bytes of the last word of a round: the text of an error, or nothing.
-_LAST_WORD = 512
+# Bytes of the report at the end of a round: the text of an error, or nothing.
+_REPORT_BYTES = 512
 
 
 class WatchedTransport(Transport):
@@ -69,19 +69,19 @@ class WatchedTransport(Transport):
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inner.serve(specs)
-        self._look_after()
+        self._guard_workspace()
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inner.trim(specs)
-        self._look_after()
+        self._guard_workspace()
 
-    def _look_after(self) -> None:
+    def _guard_workspace(self) -> None:
         if self.guards is None:
             inner = self.inner
             shares = inner.inside if isinstance(inner, HierarchicalTransport) else inner
             self.guards = WorkspaceGuards(shares) if isinstance(shares, SharedMemoryTransport) else None
         if self.guards is not None:
-            self.guards.look_after_workspace()
+            self.guards.guard_workspace()
 
     def in_workspace(self, arrival: Arrival) -> Arrival:
         return self.inner.in_workspace(arrival)
@@ -179,7 +179,7 @@ class WatchedTransport(Transport):
         watch = _SumWatch(transport=self, arrival=arrival) if self._sums_in_hosts else None
 
         def look() -> None:
-            self._check_rows(arrival)  # nobody has written into them while the experts ran
+            self._check_rows(arrival)  # no part has written into them while the experts ran
             if self.guards is not None:
                 there = self.in_workspace(arrival)
                 if encoded is None:
@@ -190,9 +190,8 @@ class WatchedTransport(Transport):
         if encoded is not None:
             payloads = {**encoded.payloads, CHECKSUMS: self._checksums_back(arrival, encoded)}
             encoded = replace(encoded, payloads=payloads)
-        pending = self.inner.send_back(
-            replace(results, encoded=encoded, on_results_written=look, watch=watch)
-        )
+        results = replace(results, encoded=encoded, on_results_written=look, watch=watch)
+        pending = self.inner.send_back(results)
         return Pending(lambda: self._watched(arrival, pending.wait(), watch))
 
     def _checksums_back(self, arrival: Arrival, encoded: EncodedRows) -> Tensor:
@@ -214,7 +213,7 @@ class WatchedTransport(Transport):
         return _WatchedRows(arrival=arrival, home=home, transport=self, watch=watch)
 
     def conclude(self, arrival: Arrival, came: int, end: Callable[[], Result]) -> Result:
-        """Run the end of a round, and exchange last words: if `end` fails on any rank, all ranks raise."""
+        """Run the end of a round, and exchange reports: if `end` fails on any rank, all ranks raise."""
         result: Result | None = None
         error: Exception | None = None
         try:
@@ -225,20 +224,20 @@ class WatchedTransport(Transport):
             error = raised
         if isinstance(error, TokenyardError):
             error.at(layer=arrival.spec.layer, rank=self.group.rank)
-        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_LAST_WORD]
-        word = torch.frombuffer(bytearray(text.ljust(_LAST_WORD, b"\0")), dtype=torch.uint8)
-        heard = self._tell_all(word.to(self.group.device)).cpu()
+        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_REPORT_BYTES]
+        report = torch.frombuffer(bytearray(text.ljust(_REPORT_BYTES, b"\0")), dtype=torch.uint8)
+        by_rank = self._gather_reports(report.to(self.group.device)).cpu()
         if error is not None:
             raise error
-        for rank, other in enumerate(heard):
+        for rank, other in enumerate(by_rank):
             if why := bytes(other.tolist()).rstrip(b"\0").decode(errors="replace"):
                 raise PeerFailed(rank, why, phase="combine", rank=self.group.rank)
         assert result is not None
         return result
 
-    def _tell_all(self, word: Tensor) -> Tensor:
+    def _gather_reports(self, report: Tensor) -> Tensor:
         try:
-            return self.group.all_gather(word, phase="the last word of combine")
+            return self.group.all_gather(report, phase="the end of combine")
         except PeerLost as lost:
             # A rank that has left because its wait in the transport ended is not lost: the transport knows who is.
             knows = self.guards is not None and self.guards.group is self.group  # else the group does
@@ -279,9 +278,8 @@ class _WatchedRows(ResultsAtHome):
             raise self.watch.problem
         spec, routes = self.arrival.spec, self.arrival.routes
         results_by_rank = routes.choices_by_rank if spec.sums_choices else self.home.tokens_by_rank
-        return _opened(
-            self.home, self.arrival.round, results_by_rank, ResultNumbers(per_token=spec.results_per_row)
-        )
+        numbers = ResultNumbers(per_token=spec.results_per_row)
+        return _opened(self.home, self.arrival.round, results_by_rank, numbers)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -290,12 +288,12 @@ class _SumWatch(SumWatch):
 
     transport: WatchedTransport
     arrival: Arrival
-    problem: Exception | None = None  # the error that was found, until the last word
+    problem: Exception | None = None  # the error that was found, until the report of this round
 
     def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
         return _RelayedRows(watch=self, home=home, heads_NC=heads_NC)
 
-    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
+    def with_checksums(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
         checksums = checksums_back(self.transport.group.rank, self.arrival.round, tokens_N, sums.payloads)
         return replace(sums, payloads={**sums.payloads, CHECKSUMS: checksums})
 
@@ -341,11 +339,7 @@ def _opened(
 
 
 def _checked_sum(
-    opened: RowsAtHome,
-    out_TH: Tensor,
-    add: Sequence[Tensor],
-    numbers_T: Tensor,
-    numbers: ResultNumbers,
+    opened: RowsAtHome, out_TH: Tensor, add: Sequence[Tensor], numbers_T: Tensor, numbers: ResultNumbers
 ) -> Tensor:
     """Sum results, and compare the sum with its plain twin."""
     rows_in_order, tokens_in_order = opened.summands()

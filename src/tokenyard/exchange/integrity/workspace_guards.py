@@ -1,6 +1,6 @@
 """A watched workspace: guards around its regions, and poison in every slot that holds no row.
 
-Each rank looks after its own buffer. Bytes between regions hold a pattern that nobody may change (*guards*). Slots of
+Each rank checks its own buffer. Bytes between regions hold a pattern that no rank may change (*guards*). Slots of
 the dispatch and combine regions that hold no row hold *poison*, bytes of 0xFF: NaN as a number of any width and as a
 scale, -1 as an id. A part that reads a slot which was not written gets poison; a part that writes one is detected.
 
@@ -35,7 +35,7 @@ GUARD_BYTES = 1024
 GUARD = 0xA5
 POISON = 0xFF
 # Seconds to wait for the transport's verdict. A rank that waits in the transport began before those that wait for the
-# last word of a round, so its wait ends at about the same time as theirs.
+# reports of a round, so its wait ends at about the same time as theirs.
 _VERDICT, _PAUSE = 1.0, 0.02
 
 
@@ -50,7 +50,7 @@ class WorkspaceGuards:
         self._open = set[int]()
         # By region: whether all of its dispatch region was poison before its rows came.
         self._poisoned: dict[int, bool] = {}
-        # By region: whose results stand in its combine region, and in which slots, beside poison.
+        # By region: the layer whose results are in its combine region, and their slots; the rest is poison.
         self._results: dict[int, tuple[ExchangeSpec, list[range]]] = {}
 
     def found_lost(self, lost: PeerLost) -> list[int]:
@@ -64,7 +64,7 @@ class WorkspaceGuards:
             time.sleep(_PAUSE)
         return []
 
-    def look_after_workspace(self) -> None:
+    def guard_workspace(self) -> None:
         """Write guards and poison into the workspace, if it is a new one. Collective."""
         workspace = self._transport.workspace
         if self._known is not None and self._known() is workspace:
@@ -75,7 +75,7 @@ class WorkspaceGuards:
         for region in self._regions:
             layout.dispatch_region(region).of(mine).fill_(POISON)
             layout.combine_region(region).of(mine).fill_(POISON)
-        self.group.barrier(phase="sharing memory")  # nobody pushes a row into what is not poisoned yet
+        self.group.barrier(phase="sharing memory")  # no rank pushes a row into what is not poisoned yet
         self._known = weakref.ref(workspace)
         self._poisoned, self._results = dict.fromkeys(self._regions, True), {}
         self._open = set()
@@ -92,7 +92,7 @@ class WorkspaceGuards:
         workspace = self._workspace
         return workspace.layout.combine_region(region).of(workspace.buffers[self.group.rank])
 
-    # -- The stations of a round trip ----------------------------------------------------------------------
+    # -- The steps of a round trip -------------------------------------------------------------------------
 
     def check_arrival(self, arrival: Arrival) -> None:
         """Check after a dispatch that nothing but the announced rows was written; poison the combine region."""
@@ -117,9 +117,8 @@ class WorkspaceGuards:
         self._results[region] = (spec, _used(starts, results))
         rows_there = self._dispatch_region(region)
         if self._poisoned[region]:
-            for _, rows in _cut(
-                rows_there, spec.dispatch_slots, _used(spec.first_slots(arrival.counts_W), arrival.counts_W)
-            ):
+            used = _used(spec.first_slots(arrival.counts_W), arrival.counts_W)
+            for _, rows in _cut(rows_there, spec.dispatch_slots, used):
                 rows.fill_(POISON)
         else:
             rows_there.fill_(POISON)
@@ -137,7 +136,7 @@ class WorkspaceGuards:
             rows.fill_(POISON)
         if (byte := _first_written(there)) is not None:  # poisoned as a whole in the next round
             raise Corrupted(
-                f"byte {byte} of region 'combine' was written after this rank's results stood there",
+                f"byte {byte} of region 'combine' was written after this rank's results were there",
                 expected="the other ranks to read results, and to write nothing",
                 layer=spec.layer,
                 place="combine",
@@ -146,7 +145,7 @@ class WorkspaceGuards:
     def add_checksums(
         self, arrival: Arrival, make: Callable[[Arrival, EncodedRows], Tensor], *, by_experts: bool
     ) -> None:
-        """Add checksums to results that stand in the combine region.
+        """Add checksums to the results in the combine region.
 
         If experts wrote them there by themselves, none may be missing. Results that the experts returned were all
         written by the transport: there, a row of NaN may look like the poison, as torch casts it.
@@ -197,7 +196,7 @@ class WorkspaceGuards:
             where = f"{first + 1} behind" if behind else f"{gap.nbytes - first} in front of"
             raise Corrupted(
                 f"byte {where} region {name!r} of this rank's workspace was written ({value:#04x})",
-                expected="nobody to write outside of the regions",
+                expected="no writes outside of the regions",
                 place=name,
             )
 
@@ -239,17 +238,12 @@ def _check_unused(
                 token=None,
                 place=name,
             )
-    starts = [
-        offset + layout.slots * payload.nbytes
-        for payload, offset in zip(layout.payloads, layout.offsets, strict=True)
-    ]
-    for payload_, first, last in zip(
-        layout.payloads, starts, [*layout.offsets[1:], region.numel()], strict=True
-    ):
-        if (byte := _first_written(region[first:last])) is not None:
+    ends = [*layout.offsets[1:], region.numel()]
+    for one, offset, end in zip(layout.payloads, layout.offsets, ends, strict=True):
+        if (byte := _first_written(region[offset + layout.slots * one.nbytes : end])) is not None:
             raise Corrupted(
-                f"byte {byte + 1} behind the slots of payload {payload_.name!r} in region {name!r} was written",
-                expected="nobody to write outside of the slots",
+                f"byte {byte + 1} behind the slots of payload {one.name!r} in region {name!r} was written",
+                expected="no writes outside of the slots",
                 place=name,
             )
 

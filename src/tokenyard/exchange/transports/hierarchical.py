@@ -468,7 +468,7 @@ class HierarchicalTransport(Transport[_WayBack]):
                     spec.combine_wire.encode(part_NH.index_select(0, tokens_N)),
                     {name: numbers[start : start + count][tokens_N] for name, numbers in beside.items()},
                 )
-                own = own if watch is None else watch.sealed(own, tokens_N)
+                own = own if watch is None else watch.with_checksums(own, tokens_N)
             elif count:
                 sums = _beside(
                     spec.combine_wire.encode(part_NH),
@@ -476,7 +476,7 @@ class HierarchicalTransport(Transport[_WayBack]):
                 )
                 if watch is not None:
                     assert way_back.heads_NC is not None
-                    sums = watch.sealed(sums, way_back.heads_NC[start : start + count, TOKEN])
+                    sums = watch.with_checksums(sums, way_back.heads_NC[start : start + count, TOKEN])
                 spec.combine_layout.write(packets_by_rank[source], sums.payloads)
             start += count
         assert own is not None  # every rank is its own relay

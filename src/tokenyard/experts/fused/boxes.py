@@ -26,7 +26,7 @@ UNITS = {"bf16": 64, "fp16": 64, "fp8_block128": 128}
 def box(matrix: Tensor, unit: int, *, into: Tensor | None = None) -> Tensor:
     """Matrices `[L, N, K]` box by box: in new memory, or in `into`, which may be the matrices themselves.
 
-    One expert is copied at a time, so that no more memory is needed beside.
+    One expert is copied at a time, so that no further memory is needed.
 
     >>> matrix = torch.arange(128 * 128).view(1, 128, 128)
     >>> boxes = box(matrix, 64)

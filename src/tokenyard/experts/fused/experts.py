@@ -6,10 +6,10 @@ Rows are read by index out of the receive buffer, in the format in which they tr
 are decoded in registers; results are written to the combine region if the exchange offers one. The host reads no value
 from the device, so a CUDA graph can capture all of it, and no kernel is compiled for a certain number of rows.
 
-Memory beside the weights: for each of up to R · K pairs, I numbers of 16 bits between the products, and H numbers for
-the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` does. If the weights are in
-blocks of e4m3, the 16 bits hold two e4m3 numbers, and 128 columns share a scale (`kernels.fp8_split`); with an inner
-format they are 8 bits, one e4m3 code.
+Memory in addition to the weights: for each of up to R · K pairs, I numbers of 16 bits between the products, and H
+numbers for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` does. If the
+weights are in blocks of e4m3, the 16 bits hold two e4m3 numbers, and 128 columns share a scale (`kernels.fp8_split`);
+with an inner format they are 8 bits, one e4m3 code.
 
 **How weights are held** is said in `kernel_weights`. If mxfp8 weights became blocks of e4m3, rows of mxfp8 are recoded
 by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
@@ -35,6 +35,7 @@ from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.fused.boxes import UNITS
 from tokenyard.experts.fused.kernel_choice import can_run_specialized, has_blocks, interprets
 from tokenyard.experts.fused.kernel_weights import KernelWeights
+from tokenyard.experts.fused.paths import Path, of_call
 from tokenyard.experts.fused.tile_configs import (
     TileConfigs,
     choose_packed_tiles,
@@ -169,28 +170,28 @@ class FusedExperts(KernelWeights):
 
     def _launch_products(self, call: Launch, rows: EncodedRows, slots_R: Tensor | None) -> int:
         """Launch both products; return how many items the second one counts for each tile, for the sums."""
-        from tokenyard.experts.fused import launch, launch_hopper, paths
+        from tokenyard.experts.fused import launch, launch_hopper
 
         device = kernel_device(rows.device)
         specialized = call.tile_configs.specialized and can_run_specialized(self.spec, device)
-        path = paths.of_call(call.tile_configs, packed=self.is_packed, specialized=specialized)
-        if path is paths.PACKED_CODES:
+        path = of_call(call.tile_configs, packed=self.is_packed, specialized=specialized)
+        if path is Path.PACKED_CODES:
             codes, scales = launch.launch_placed_rows(call, rows, slots_R)
             return launch_hopper.launch_packed_codes(call, self._packed_call(), codes, scales)
         if rows.format.name == "mxfp8":
             recodes, decodes = (
-                path is paths.EXPANDED or self.is_recoded,
+                path is Path.EXPANDED or self.is_recoded,
                 self.is_packed or self._decodes_rows("mxfp8"),
             )
             if recodes or decodes:
                 prepare = launch.launch_row_blocks if recodes else launch.launch_decoded_rows
                 rows, slots_R = prepare(rows, slots_R, call.weights_RK.shape[0], early=call.early), None
-        if path in (paths.PACKED_NUMBERS, paths.PACKED):
+        if path in (Path.PACKED_NUMBERS, Path.PACKED):
             return launch_hopper.launch_packed(call, self._packed_call(), rows.payloads["data"], slots_R)
-        weights = self._expanded(early=call.early) if path is paths.EXPANDED else self._seen_by_kernels()
-        if path is not paths.PRODUCTS and launch_hopper.can_specialize(rows, weights):
+        weights = self._expanded(early=call.early) if path is Path.EXPANDED else self._seen_by_kernels()
+        if path is not Path.PRODUCTS and launch_hopper.can_specialize(rows, weights):
             return launch_hopper.launch_specialized(call, rows, slots_R, weights)
-        assert path is not paths.EXPANDED, rows.format
+        assert path is not Path.EXPANDED, rows.format
         return launch.launch_products(call, rows, slots_R, weights)
 
     def _packed_call(self) -> PackedCall:

@@ -1,9 +1,9 @@
-"""Which kernels can compute a layer's products on a device, by its GPU, the Triton version and the layer's sizes."""
+"""Which kernels can compute a layer's products on a device, by its GPU and the layer's sizes."""
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -14,31 +14,17 @@ from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
 
 
-@functools.cache
-def gluon_runs() -> bool:
-    """Whether this Triton has the Gluon dialect, in which packed and specialized products are written."""
-    try:
-        from tokenyard.experts.fused.kernels import packed, specialized  # noqa: F401
-    except (ImportError, AttributeError):
+def has_packed_kernels(spec: ExpertsSpec, device: torch.device) -> bool:
+    """Whether kernels for packed weights can compute a layer's products on a device, if its weights can be packed."""
+    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated:
         return False
-    return True
+    # Rows are copied 16 bytes at a time.
+    return _is_hopper(device) and spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
 
 
 def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     """Whether these weights can be packed for Hopper's tensor cores; if not, plain Triton kernels are used."""
-    w13, w2 = weights.w13, weights.w2
-    if not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
-        return False
-    return has_packed_kernels(spec, w13.device) and packing.can_pack(w13) and packing.can_pack(w2)
-
-
-def has_packed_kernels(spec: ExpertsSpec, device: torch.device) -> bool:
-    """Whether kernels for packed weights can compute a layer's products on a device, if its weights can be packed."""
-    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated or device.type != "cuda":
-        return False
-    # Rows are copied 16 bytes at a time.
-    aligned = spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
-    return torch.cuda.get_device_capability(device)[0] == 9 and aligned and gluon_runs()
+    return has_packed_kernels(spec, weights.w13.device) and all(map(packing.can_pack, _matrices(weights)))
 
 
 def interprets() -> bool:
@@ -55,10 +41,9 @@ def takes_e4m3(device: torch.device) -> bool:
 
 def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     """Whether these weights can be recoded to blocks of e4m3; if not, kernels decode them in registers."""
-    w13, w2 = weights.w13, weights.w2
-    if spec.weights != "mxfp8" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+    if spec.weights != "mxfp8" or not takes_e4m3(weights.w13.device):
         return False
-    return takes_e4m3(w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
+    return all(map(recoding.can_recode, _matrices(weights)))
 
 
 def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
@@ -67,7 +52,7 @@ def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
     It needs Hopper. With 16-bit weights, it needs a gate and sizes that are multiples of 8, and, if gate and up are
     interleaved, an H that is a multiple of 64. With other weights, `has_blocks` must hold.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
+    if not _is_hopper(device):
         return False
     sizes, interleaved = (spec.hidden_size, spec.intermediate_size), spec.activation.interleaved
     if spec.weights in ("bf16", "fp16"):
@@ -100,7 +85,17 @@ def can_run_codes(spec: ExpertsSpec) -> bool:
 
 def can_run_expanded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     """Whether packed weights can be expanded to blocks of e4m3 for many rows, within the error bound of `recoding`."""
-    w13, w2 = weights.w13, weights.w2
-    if spec.weights != "mxfp4" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+    if spec.weights != "mxfp4" or not can_run_specialized(spec, weights.w13.device):
         return False
-    return can_run_specialized(spec, w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
+    return all(map(recoding.can_recode, _matrices(weights)))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _matrices(weights: ExpertWeights) -> Iterator[QuantizedMatrix]:
+    """Both matrices of weights in a quantized format."""
+    for matrix in (weights.w13, weights.w2):
+        assert isinstance(matrix, QuantizedMatrix)
+        yield matrix

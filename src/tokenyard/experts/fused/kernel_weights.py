@@ -13,8 +13,8 @@ CPU, expert by expert, so that the GPU needs memory for one expert more. Loading
 expert, too. Weights that the present form cannot hold are an error then, because captured CUDA graphs read the buffers.
 With `load_state_dict(assign=True)`, as in torch, the tensors are replaced, and the form is chosen anew.
 
-Weights are boxed in place, expert by expert. Adopted tensors are not boxed, since whoever gave them may still read
-them, or write to them.
+Weights are boxed in place, expert by expert. Adopted tensors are not boxed, since the caller may still read them,
+or write to them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenyard.experts.fused import paths
 from tokenyard.experts.fused.kernels import (
     arguments,
     decoding,
@@ -36,6 +35,7 @@ from tokenyard.experts.fused.operands import (
     SortedOnDevice,
     launch_options,
 )
+from tokenyard.experts.fused.paths import Path, of_product
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK, TileConfig
 from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.experts.weights import ExpertWeights
@@ -139,43 +139,45 @@ def launch_row_blocks(
     rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
 ) -> EncodedRows:
     """Recode received rows of mxfp8 to contiguous rows of fp8_block128."""
-    device, hidden_size = rows.device, rows.hidden_size
-    format = Fp8Block128()
-    blocks = EncodedRows(
-        format=format,
-        hidden_size=hidden_size,
-        payloads=format.empty_payloads(num_rows, hidden_size, device),
-    )
-    data, scales = rows.payloads["data"], rows.payloads["scales"]
-    columns = min(1024, triton.next_power_of_2(format.padded_size(hidden_size)))
-    at_a_time = rows_at_a_time(num_rows)
-    items = triton.cdiv(num_rows, at_a_time) * triton.cdiv(hidden_size, columns)
-    launch(row_blocks.recode_rows, (blocks_for(items, device),),
-        data, scales, data if slots_R is None else slots_R,
-        blocks.payloads["data"], blocks.payloads["scales"], num_rows, data.stride(0), scales.stride(0),
-        H=hidden_size, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
-        num_warps=4, **launch_options(early),
-    )  # fmt: skip
-    return blocks
+    format, hidden_size = Fp8Block128(), rows.hidden_size
+    blocks = format.empty_payloads(num_rows, hidden_size, rows.device)
+    _launch_recoding(rows, slots_R, (blocks["data"], blocks["scales"]), num_rows, early=early)
+    return EncodedRows(format=format, hidden_size=hidden_size, payloads=blocks)
 
 
 def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) -> tuple[Tensor, Tensor]:
     """Recode received rows of mxfp8 for `kernels.packed_codes`: codes by place, scales by block and place."""
-    device, hidden_size = rows.device, rows.hidden_size
+    width, places = Fp8Block128().padded_size(rows.hidden_size), call.sorted.order_N.shape[0]
+    codes = torch.empty(places, width, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(width // SPLIT_BLOCK, places, device=rows.device)
+    _launch_recoding(rows, slots_R, (codes, scales), places, early=call.early, placed=call)
+    return codes, scales
+
+
+def _launch_recoding(
+    rows: EncodedRows,
+    slots_R: Tensor | None,
+    to: tuple[Tensor, Tensor],
+    num_rows: int,
+    *,
+    early: bool,
+    placed: Launch | None = None,
+) -> None:
+    """Launch `recode_rows` for received rows in their order, or for those of the places of a call."""
     data, scales = rows.payloads["data"], rows.payloads["scales"]
-    width, places = Fp8Block128().padded_size(hidden_size), call.sorted.order_N.shape[0]
-    codes = torch.empty(places, width, dtype=torch.float8_e4m3fn, device=device)
-    code_scales = torch.empty(width // SPLIT_BLOCK, places, device=device)
-    columns, at_a_time = min(1024, triton.next_power_of_2(width)), rows_at_a_time(places)
-    items = triton.cdiv(places, at_a_time) * triton.cdiv(hidden_size, columns)
-    launch(row_blocks.place_rows, (blocks_for(items, device),),
-        data, scales, data if slots_R is None else slots_R, codes, code_scales,
-        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, places, call.sorted.max_tiles,
-        data.stride(0), scales.stride(0),
-        H=hidden_size, TOP_K=call.spec.top_k, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns,
-        EARLY=call.early, num_warps=4, **call.options,
+    columns = min(1024, triton.next_power_of_2(Fp8Block128().padded_size(rows.hidden_size)))
+    at_a_time = rows_at_a_time(num_rows)
+    order_N = tiles = how_many = max_tiles = top_k = None
+    if placed is not None:
+        order_N, tiles, how_many, max_tiles, _ = placed.routes
+        top_k = placed.spec.top_k
+    items = triton.cdiv(num_rows, at_a_time) * triton.cdiv(rows.hidden_size, columns)
+    launch(row_blocks.recode_rows, (blocks_for(items, rows.device),),
+        data, scales, data if slots_R is None else slots_R, *to,
+        order_N, tiles, how_many, num_rows, max_tiles, data.stride(0), scales.stride(0),
+        H=rows.hidden_size, TOP_K=top_k, HAS_SLOTS=slots_R is not None, ROWS=at_a_time, COLUMNS=columns, EARLY=early,
+        num_warps=4, **launch_options(early),
     )  # fmt: skip
-    return codes, code_scales
 
 
 def launch_decoded_rows(
@@ -258,14 +260,14 @@ def _launch_inner(
     alike = x.data.dtype == w.data.dtype
     tma = alike and config.tma and can_use_tma(weights.w13, spec, boxed=call.unit > 0)
     blocks = x.format == w.format == decoding.FP8_BLOCK.value and act.gated
-    path, compute = paths.of_product(config, tma=tma, blocks=blocks), products.inner_tile
-    if path is paths.TMA:
+    path, compute = of_product(config, tma=tma, blocks=blocks), products.inner_tile
+    if path is Path.TMA:
         compute = tma_kernels.tma_inner_tile
         strides = [2 * I * H, H, 2 * H, 1] if act.interleaved else [2 * I * H, I * H, H, 1]
         shape = [w.data.shape[0], 2, I, H]
         descriptors = None, None, TensorDescriptor(w.data, shape, strides, [1, 1, columns, block])
         given = given._replace(data=None)
-    elif path is paths.ROWS_FIRST:
+    elif path is Path.ROWS_FIRST:
         compute = rows_first.rows_first_tile
     else:
         out = out if act.gated or inner.is_numbers else columns
@@ -287,15 +289,15 @@ def _launch_result(call: Launch, weights: ExpertWeights, inner: Inner) -> None:
     out, given = config.out, w.given(weights.b2)
     descriptors: tuple[Any, Any, Any] = (None, None, None)
     tma = inner.is_numbers and config.tma and can_use_tma(weights.w2, spec, boxed=call.unit > 0)
-    path = paths.of_product(config, tma=tma, blocks=not inner.is_numbers)
+    path = of_product(config, tma=tma, blocks=not inner.is_numbers)
     compute = products.result_tile
-    if path is paths.TMA:
+    if path is Path.TMA:
         compute = tma_kernels.tma_result_tile
         most = (config.tile, config.tail or config.tile)
         rows, tail = (TensorDescriptor.from_tensor(inner.data, [many, config.block]) for many in most)
         descriptors = rows, tail, TensorDescriptor.from_tensor(w.data, [1, out, config.block])
         given = given._replace(data=None)
-    elif path is paths.ROWS_FIRST:
+    elif path is Path.ROWS_FIRST:
         compute, out = rows_first.rows_first_result_tile, 2 * SPLIT_BLOCK
     tiles = arguments.Tiles(
         triton.cdiv(spec.hidden_size, out), out, config.tile, config.tail, config.block,

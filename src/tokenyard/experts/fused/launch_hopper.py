@@ -1,18 +1,27 @@
-"""Launches the kernels for Hopper, in Triton's Gluon dialect: packed, expanded and specialized products.
-
-The kernels are imported inside the functions that launch them, because not every Triton has the dialect.
-"""
+"""Launches the kernels for Hopper, in Triton's Gluon dialect: packed, expanded and specialized products."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenyard.experts.fused import packing
-from tokenyard.experts.fused.kernels import arguments, fp8_split
+from tokenyard.experts.fused.kernels import (
+    arguments,
+    expanding,
+    fp8_split,
+    items,
+    packed,
+    packed_codes,
+    packed_numbers,
+    specialized,
+    unpacking,
+)
 from tokenyard.experts.fused.launch import before_rounding, launch_rounding, processors
 from tokenyard.experts.fused.operands import (
     Inner,
@@ -34,9 +43,6 @@ from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import EncodedRows
 from tokenyard.gpu_kernels import kernel_device, launch
 
-if TYPE_CHECKING:
-    from tokenyard.experts.fused.kernels.packed import PackedProduct
-
 # By the most rows of a tile of `kernels.specialized`: the sizes of transposed tiles, in rows, and the pipeline stages.
 # Larger tiles leave room in shared memory for fewer stages.
 TRANSPOSED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
@@ -49,8 +55,6 @@ def _persistent(items: int, device: torch.device) -> int:
 
 def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
     """Expand packed mxfp4 matrices to blocks of e4m3, in memory of this call, which other layers can use afterwards."""
-    from tokenyard.experts.fused.kernels import expanding
-
     experts, outputs, inputs = matrix.shape
     data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=bases.device)
     units = experts * outputs // packing.OUTPUTS
@@ -65,9 +69,6 @@ def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> Quan
 
 def tma_descriptor(tensor: Tensor, lines: int, width: int) -> Any:
     """A TMA descriptor of a tensor `[.., width]`, whose loads bring 128 bytes of each of `lines` lines."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     flat, step = tensor.view(-1, width), tensor.element_size()
     shared = gl.NVMMASharedLayout(128, 8 * step, 2)
     return TensorDescriptor(flat, list(flat.shape), [width, 1], [lines, 128 // step], shared)
@@ -91,8 +92,6 @@ def launch_specialized(
     call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights
 ) -> int:
     """Launch both products as one kernel with specialized warps; returns 0, since it counts no items for the sums."""
-    from tokenyard.experts.fused.kernels import items, specialized
-
     spec, max_tiles, config, held = call.spec, call.sorted.max_tiles, call.tile_configs.inner, "fp8_block128"
     assert isinstance(config, TileConfig)
     widths, stages = TRANSPOSED[config.tile]
@@ -143,8 +142,6 @@ def launch_packed_codes(call: Launch, weights: PackedCall, codes: Tensor, code_s
 
     Returns the items that the second product counts for each tile, for `launch_sums`.
     """
-    from tokenyard.experts.fused.kernels import packed_codes
-
     spec, config, inner = call.spec, call.tile_configs.inner, Inner.empty(call, held="fp8_block128")
     assert isinstance(config, CodesTileConfig)
     places = len(inner.data)
@@ -171,10 +168,8 @@ def launch_packed_codes(call: Launch, weights: PackedCall, codes: Tensor, code_s
     return across
 
 
-def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool) -> PackedProduct:
+def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool) -> packed.PackedProduct:
     """The compile-time constants of a product of packed weights."""
-    from tokenyard.experts.fused.kernels import packed, unpacking
-
     spec, (_, outputs, inputs) = call.spec, w.shape
     return packed.PackedProduct(
         kind=(unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1).value,
@@ -197,10 +192,8 @@ def launch_packed(call: Launch, weights: PackedCall, x: Tensor, slots_R: Tensor 
 
     Returns the items that the second product counts for each tile, for `launch_sums`.
     """
-    from tokenyard.experts.fused.kernels import packed, packed_numbers
-
     configs, inner = call.tile_configs, Inner.empty(call, held="")
-    numbers, before, items = before_rounding(call.spec, inner), arguments.Counted(0), 0
+    numbers, before, across = before_rounding(call.spec, inner), arguments.Counted(0), 0
     first = configs.inner, weights.w13, weights.b13, x, slots_R, numbers
     second = configs.result, weights.w2, weights.b2, inner.data, None, inner
     for is_first, (config, w, bias, data, slots, to) in ((True, first), (False, second)):
@@ -210,9 +203,9 @@ def launch_packed(call: Launch, weights: PackedCall, x: Tensor, slots_R: Tensor 
         scales = w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
         given = arguments.Weights(w.words, scales, w.global_scale, w.global_factor, bias)
         if isinstance(config, NumbersTileConfig):
-            items = triton.cdiv(product.lines, 64 * packed_numbers.GROUPS.value * config.units)
+            across = triton.cdiv(product.lines, 64 * packed_numbers.GROUPS.value * config.units)
             w_descriptor = tma_descriptor(w.words, 32, 32)
-            launch(packed_numbers.packed_numbers_product, (_persistent(call.sorted.max_tiles * items, data.device),),
+            launch(packed_numbers.packed_numbers_product, (_persistent(call.sorted.max_tiles * across, data.device),),
                 w_descriptor if is_first else tma_descriptor(data, config.run, product.inputs), w_descriptor,
                 rows, given._replace(data=None), call.routes, to.given(call.to), PRODUCT=product, BEFORE=before,
                 TILES=packed_numbers.Tiles(config.units, config.widths, config.run, config.stages),
@@ -220,14 +213,14 @@ def launch_packed(call: Launch, weights: PackedCall, x: Tensor, slots_R: Tensor 
             )  # fmt: skip
         else:
             assert isinstance(config, PackedTileConfig)
-            items = triton.cdiv(product.lines, config.out * config.groups)
+            across = triton.cdiv(product.lines, config.out * config.groups)
             registers = {} if config.registers is None else {"maxnreg": config.registers}
-            launch(packed.packed_product, (items, call.sorted.max_tiles),
+            launch(packed.packed_product, (across, call.sorted.max_tiles),
                 rows, given, call.routes, to.given(call.to), PRODUCT=product, BEFORE=before,
                 TILES=packed.Tiles(config.widths, config.groups, config.ahead, config.stages),
                 EARLY=call.early, num_warps=config.warps, **registers, **call.options,
             )  # fmt: skip
         if is_first:
-            before = launch_rounding(call, numbers, inner, items)
+            before = launch_rounding(call, numbers, inner, across)
     # A block of `kernels.packed` would have to wait until its results are visible before it could count.
-    return items if isinstance(configs.result, NumbersTileConfig) else 0
+    return across if isinstance(configs.result, NumbersTileConfig) else 0

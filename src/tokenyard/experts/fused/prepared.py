@@ -148,7 +148,7 @@ def _recoded(spec: ExpertsSpec) -> dict[str, Tensor]:
 
 
 def _packed(spec: ExpertsSpec, *, codes: bool, bases: bool) -> dict[str, Tensor]:
-    """Packed 4-bit weights. Kernels are told their shapes; the sizes of these buffers do not matter."""
+    """Packed 4-bit weights. Kernels get their shapes as constants; the sizes of these buffers do not matter."""
     held = _given(spec)
     for name in ("w13", "w2"):
         del held[f"{name}_data"], held[f"{name}_scales"]

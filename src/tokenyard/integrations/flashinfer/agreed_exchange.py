@@ -81,7 +81,7 @@ class AgreedExchange:
         self.specs[None] = self._spec(None, 0)
         self._serve(self.specs)
 
-    # -- The way out ---------------------------------------------------------------------------------------
+    # -- Dispatch ------------------------------------------------------------------------------------------
 
     def dispatch(
         self, check: Callable[[], Manifest], ids_TK: Tensor, payloads: Sequence[Tensor]
@@ -103,7 +103,7 @@ class AgreedExchange:
         )
         return manifest, [self.flight.received.rows.payloads[name] for name in names]
 
-    # -- The way back --------------------------------------------------------------------------------------
+    # -- Combine -------------------------------------------------------------------------------------------
 
     def redirect(self, check: Callable[[], Manifest]) -> Manifest:
         """Agree with all ranks on the manifest of the results, and switch the dispatch in flight to its spec."""

@@ -231,7 +231,7 @@ class MoeAlltoAll:
         if self.group.device.type == "cuda":
             raise HandleError(
                 "checkpoint_prepare was called on GPUs",
-                expected="ranks on CPUs: CUDA graphs hold addresses of the workspace, and a new one stands elsewhere",
+                expected="ranks on CPUs: CUDA graphs hold addresses of the workspace, and a new one has others",
                 fix="close this MoeAlltoAll, and make and capture a new one after the checkpoint",
                 rank=self.ep_rank,
             )
@@ -261,7 +261,7 @@ class MoeAlltoAll:
         if self._made_group:
             self.group.close()
 
-    # -- The way out ---------------------------------------------------------------------------------------
+    # -- Dispatch ------------------------------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -328,7 +328,7 @@ class MoeAlltoAll:
         used = ~self._exchange.carrier.unused(flight, self._max_tokens)
         return ~self._active.spread(used)
 
-    # -- The way back --------------------------------------------------------------------------------------
+    # -- Combine -------------------------------------------------------------------------------------------
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -365,7 +365,7 @@ class MoeAlltoAll:
         use_low_precision: bool = False,
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
-        """Bring the results of the last dispatch home: `[T, H]`, summed over ranks in float32, in rank order.
+        """Return the results of the last dispatch to their ranks: `[T, H]`, summed in float32, in rank order.
 
         `payload` is `[ep_size, runtime_max_tokens_per_rank, H]`, weighted and summed over the experts of this rank.
         The sum is rounded once, to the payload's dtype, or to the quantized output that `output_dtype` and
@@ -433,7 +433,7 @@ class MoeAlltoAll:
             place = self._exchange.results(manifest) if there else None
         if place is None or payload.data_ptr() != place.data_ptr() or not payload.is_contiguous():
             raise InputError(
-                f"payload is {describe(payload)} that does not stand in the workspace",
+                f"payload is {describe(payload)} that is not in the workspace",
                 expected="the tensor of get_combine_payload_tensor_in_workspace, for payload_in_workspace=True",
                 fix="write the results into that tensor, or pass payload_in_workspace=False",
             )
@@ -442,7 +442,7 @@ class MoeAlltoAll:
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor) and self._exchange.owns(tensor):
                 raise InputError(
-                    f"{name} stands in the workspace",
+                    f"{name} is in the workspace",
                     expected="a tensor of the caller's own: other ranks still read and write there",
                     fix="allocate it with torch.empty",
                 )

@@ -7,7 +7,7 @@
     )
     y_TH = moe_a2a_combine(results, num_tokens, workspace, metainfo, most, ep_rank, ep_size, top_k, offset)
 
-`workspace`, `metainfo` and the offset are handles here: they are passed on, not looked into. Behind them is a
+`workspace`, `metainfo` and the offset are handles here: callers only pass them on. Behind them is a
 `MoeAlltoAll` for each combination of `top_k`, `num_experts` and `enable_rank_mask`, made by the first dispatch with it.
 `enable_pdl` and `recv_view_cache` change how FlashInfer launches kernels and caches views, not what it computes: here
 they are accepted, and have no effect.

@@ -156,7 +156,7 @@ def check_batch(
         raise InputError(
             f"token_selected_experts is {describe(ids_TK)}",
             expected=f"int32 or int64 [T, {top_k}]: top_k ids for each token",
-            fix="pass the router's ids, -1 where a choice is nobody's",
+            fix="pass the router's ids, -1 where a choice has no expert",
         )
     if not same_device(ids_TK.device, device):
         raise InputError(
@@ -174,7 +174,7 @@ def check_batch(
         token, choice = outside_TK.nonzero()[0].tolist()
         raise InputError(
             f"token_selected_experts holds id {int(ids_TK[token, choice])} (token {token}, choice {choice})",
-            expected=f"ids from 0 to {num_experts - 1}, or -1 for nobody",
+            expected=f"ids from 0 to {num_experts - 1}, or -1 for no expert",
             fix="pass global expert ids, and -1 for padding",
         )
     if not isinstance(payloads, (list, tuple)) or not payloads:

@@ -142,7 +142,7 @@ def check_output_format(
     if hidden % format.per_byte:
         raise InputError(
             f"results of {hidden} columns and a {format.name} output",
-            expected="an even number: two codes stand in a byte",
+            expected="an even number: a byte holds two codes",
             fix="pad the results by a column",
         )
     if format.name == "nvfp4":

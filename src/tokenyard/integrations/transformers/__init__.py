@@ -1,4 +1,4 @@
-"""Transformers models whose experts live on several ranks.
+"""Transformers models whose experts are on several ranks.
 
     sharded = shard_experts(model, group, exchange="one_sided", wire="mxfp8")
     tokens = sharded.generate(input_ids, max_new_tokens=64)

@@ -197,7 +197,7 @@ class ShardedExperts(nn.Module):
         routes = Routes(topk_ids_TK=top_k_index, topk_weights_TK=weights_TK, scaled_by=self._scaled_by)
         if not torch.compiler.is_compiling():
             y_TH: Tensor = self._in_parts(x_TH, routes)
-        elif self.passes.meeting:
+        elif self.passes.synchronizing:
             y_TH = self._outside_of_the_graph(x_TH, routes)
         else:
             y_TH = self.layer(x_TH, routes)  # one operator, which knows about gradients
@@ -212,7 +212,9 @@ class ShardedExperts(nn.Module):
             y_TH = self._computed(x_TH, routes)
         return without_gradient(y_TH, inputs, no_gradient)
 
-    _outside_of_the_graph = _never_compiled(_in_parts)  # meetings with other ranks cannot be part of a graph
+    _outside_of_the_graph = _never_compiled(
+        _in_parts
+    )  # agreements with other ranks cannot be part of a graph
 
     def _computed(self, x_TH: Tensor, routes: Routes) -> Tensor:
         parts = self.passes.begin_layer(self.index, x_TH.shape[0])
@@ -239,7 +241,7 @@ class ShardedExperts(nn.Module):
 
 
 class ShardedModel:
-    """A model whose experts live on several ranks. Made by `shard_experts`.
+    """A model whose experts are on several ranks. Made by `shard_experts`.
 
     `model` is the model that was given, `plan` what serves its layers, `group` the ranks.
     """
@@ -274,7 +276,7 @@ class ShardedModel:
         if ids is None or ids.shape[0] == 0:
             if self.plan.training and torch.is_grad_enabled():
                 self._refuse_idle_step()
-            if not self._passes.meeting:  # else `passes` serves the other ranks at its end
+            if not self._passes.synchronizing:  # else `passes` serves the other ranks at its end
                 self._take_part(1)
             return None
         return self.model(input_ids, **arguments)
@@ -314,7 +316,7 @@ class ShardedModel:
                 fix="enter it under torch.no_grad(); in training, all ranks call the model equally often",
                 rank=self.group.rank,
             )
-        with self._passes.meetings():
+        with self._passes.synchronized():
             yield self.model
             while not self._passes.all_done():
                 self._take_part(self._passes.parts)

@@ -198,7 +198,7 @@ class TokenyardExperts(ExpertsOfVllm):
                 fix="plan the layer with the model's activation",
             )
         check_weight_on(self.wiring, on_input)
-        # An attribute of vLLM's experts since 0.33: whoever sets it wants to weight and sum instead of them.
+        # An attribute of vLLM's experts since 0.33: who sets it weights and sums in their place.
         if getattr(self, "post_gemm2_hook", None) is not None:
             raise ContractError(
                 "post_gemm2_hook is set, and these experts weight and sum their results",

@@ -148,7 +148,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         if not ours and self.wiring.spec.weight_on == "input":
             raise ContractError(
                 f'the layer has weight_on="input", with experts of class {type(fused_experts).__name__}',
-                expected="TokenyardExperts, which apply the weight to what they receive: nobody else would",
+                expected="TokenyardExperts, which apply the weight to what they receive: nothing else does",
                 fix='use TokenyardExperts, or plan with weight_on="output"',
                 **where,
             )
@@ -161,7 +161,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         if ours:
             fused_experts.on_error = self.abandon
 
-    # -- The way out ---------------------------------------------------------------------------------------
+    # -- Prepare -------------------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -207,10 +207,10 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             rows = self.plan.exchange.encode(wiring.exchange_spec, a1)
             received = trip.dispatch(rows, routes)
             arrived = _hand_over(received, tables.global_L if expert_map is None else tables.mapped_L)
-            self._trip, self._open = trip, stack.pop_all()  # the round trip goes on in `finalize`
+            self._trip, self._open = trip, stack.pop_all()  # `finalize` continues the round trip
         return arrived
 
-    # -- The way back --------------------------------------------------------------------------------------
+    # -- Finalize ------------------------------------------------------------------------------------------
 
     def finalize(
         self,
@@ -221,7 +221,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Bring the results home and write them into `output`, summed over experts and ranks.
+        """Return the results to their tokens, and write them into `output`, summed over experts and ranks.
 
         `weight_and_reduce_impl` says what is done already; a result that would be weighted or summed twice is refused.
         The weights of `prepare` are used: `topk_weights` and `topk_ids` are not looked at.
@@ -278,7 +278,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             if not finished and shape == reduced:
                 found += ": it is summed over experts already, and would be reduced twice"
             elif finished and shape in per_choice:
-                found += ": it is not summed over experts yet, and nobody would do it"
+                found += ": it is not summed over experts yet, and nothing sums it later"
             wanted = reduced if finished else per_choice[0]
             raise ContractError(
                 found,

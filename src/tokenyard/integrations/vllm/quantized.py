@@ -106,7 +106,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             if self.moe.has_bias:
                 bias = torch.empty(num_experts, outputs, dtype=params_dtype)
                 self._register(layer, f"{matrix}_bias", bias, parts, partial(_fill_bias, bias, parts))
-            for suffix in self.layout.beside:
+            for suffix in self.layout.unread:
                 self._register(layer, f"{matrix}_{suffix}", torch.empty(0), parts, None)
 
     def _register(

@@ -1,6 +1,6 @@
 """What the plugin refuses when a model is loaded, each with a reason and a fix. Nothing of vLLM is imported.
 
-Each refusal looks at vLLM's own configuration: of a layer (`FusedMoEConfig`), and of the ranks (`ParallelConfig`).
+Each refusal reads vLLM's own configuration: of a layer (`FusedMoEConfig`), and of the ranks (`ParallelConfig`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda moe, ranks: ranks.enable_eplb or moe.num_experts > moe.num_logical_experts,
             "expert load balancing (EPLB) is on",
         ),
-        why="the plan knows one place for every expert, and vLLM would move experts while it stands",
+        why="the plan knows one place for every expert, and vLLM would move experts while it is in use",
         fix="leave --enable-eplb out",
     ),
     Refusal(
@@ -73,7 +73,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         name="LoRA on experts",
         found=_where(lambda moe, _: moe.is_lora_enabled, "LoRA is on"),
-        why="nobody would add the adapters to the experts' products",
+        why="nothing adds the adapters to the experts' products",
         fix="leave --enable-lora out, and merge the adapter into the checkpoint",
     ),
     Refusal(

@@ -58,7 +58,7 @@ def plan_of_worker(layer: str, asked: Settings) -> Plan:
         )
         _log_plan(_made.plan, asked)
     elif layer not in (spec.name for spec in _made.plan.draft.specs):
-        _made.plan.extend(_specs(layers, _made.plan.group, asked, beside=_made.plan))
+        _made.plan.extend(_specs(layers, _made.plan.group, asked, known=_made.plan))
         _log_plan(_made.plan, asked)
     return _made.plan
 
@@ -83,14 +83,14 @@ def token_slices(moe: Any) -> TokenSlices | None:
 
 
 def _specs(
-    layers: dict[str, Any], group: Group, asked: Settings, beside: Plan | None = None
+    layers: dict[str, Any], group: Group, asked: Settings, known: Plan | None = None
 ) -> list[LayerSpec]:
     """The specs of all MoE layers that are not planned yet. Collective: ranks gather which experts each owns."""
-    known = () if beside is None else [spec.name for spec in beside.draft.specs]
+    planned = () if known is None else [spec.name for spec in known.draft.specs]
     runners = {
         name: runner
         for name, runner in layers.items()
-        if isinstance(runner, MoERunner) and runner.layer_name not in known
+        if isinstance(runner, MoERunner) and runner.layer_name not in planned
     }
     ranks = get_current_vllm_config().parallel_config
     for name, runner in runners.items():

@@ -8,6 +8,8 @@ global scales, are applied to the product.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,17 @@ MXFP8 = tl.constexpr(2)
 NVFP4 = tl.constexpr(3)
 MXFP4 = tl.constexpr(4)
 MXINT4 = tl.constexpr(5)
+
+
+class Lines(NamedTuple):
+    """Lines of a matrix: rows that are multiplied, or outputs of the weights that multiply them."""
+
+    data: Any
+    scales: Any  # scales of blocks or spans, or None
+    line: Any  # the number of each line
+    stride: Any  # elements of `data` from one line to the next
+    scale_stride: Any
+    width: Any  # inputs of a line, with the pad
 
 
 @triton.jit
@@ -50,19 +63,19 @@ def scaled(values, scales, N: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.conste
 
 @triton.jit
 def load_tile(
-    data, scales, line, first, width, data_stride, scale_stride,
-    FORMAT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
+    lines, first, FORMAT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
     UNIT: tl.constexpr = 0,
 ):  # fmt: skip
-    """Inputs `first` to `first + BLOCK` of some lines `[N]` of a matrix whose inputs end at `width`.
+    """Inputs `first` to `first + BLOCK` of some lines of a matrix.
 
     Inputs after the end are zero. Blocks of fp8 are returned as e4m3, not multiplied with their scales. If UNIT is not
     0, the matrix is held in boxes of 128 lines × UNIT inputs (`fused.boxes`), and has no end inside of a block.
     """
-    line = line.to(tl.int64)
+    N: tl.constexpr = lines.line.shape[0]
+    line, width = lines.line.to(tl.int64), lines.width
     if (FORMAT == NVFP4) | (FORMAT == MXFP4) | (FORMAT == MXINT4):
         half = first // 2 + tl.arange(0, BLOCK // 2)
-        where = data + line[:, None] * data_stride + half[None, :]
+        where = lines.data + line[:, None] * lines.stride + half[None, :]
         if EVEN:
             byte = tl.load(where)
         else:
@@ -76,10 +89,10 @@ def load_tile(
         column = first + tl.arange(0, BLOCK)
         if UNIT > 0:
             tl.static_assert(EVEN)
-            offset = line // 128 * (128 * data_stride) + line % 128 * UNIT
-            where = data + offset[:, None] + (column // UNIT * (128 * UNIT) + column % UNIT)[None, :]
+            offset = line // 128 * (128 * lines.stride) + line % 128 * UNIT
+            where = lines.data + offset[:, None] + (column // UNIT * (128 * UNIT) + column % UNIT)[None, :]
         else:
-            where = data + line[:, None] * data_stride + column[None, :]
+            where = lines.data + line[:, None] * lines.stride + column[None, :]
         if EVEN:
             values = tl.load(where)
         else:
@@ -89,7 +102,7 @@ def load_tile(
     else:
         SPAN: tl.constexpr = 16 if FORMAT == NVFP4 else 32
         span = first // SPAN + tl.arange(0, BLOCK // SPAN)
-        where = scales + line[:, None] * scale_stride + span[None, :]
+        where = lines.scales + line[:, None] * lines.scale_stride + span[None, :]
         if EVEN:
             found = tl.load(where)
         else:

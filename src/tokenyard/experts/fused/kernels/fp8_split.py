@@ -184,23 +184,21 @@ def split_dot(weights, high, low, TRANSPOSED: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def split_product(
-    inner, inner_scales, place, is_row, w, w_scales, w_line, w_stride, w_scale_stride,
-    I: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
-    UNIT: tl.constexpr,
+    inner, inner_scales, place, is_row, w, I: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Some outputs of an expert `[OUT]` × some rows split in two `[TILE]`, float32; weights in blocks of e4m3."""
+    """Some outputs `w` of an expert × some rows split in two, float32 `[OUT, TILE]`; weights in blocks of e4m3."""
+    TILE: tl.constexpr = place.shape[0]
     EVEN: tl.constexpr = I % 128 == 0
     BLOCKS: tl.constexpr = (I + 127) // 128
-    acc = tl.zeros([OUT, TILE], tl.float32)
-    w_scale = w_scales + (w_line // 128) * w_scale_stride
+    acc = tl.zeros([w.line.shape[0], TILE], tl.float32)
+    w_scale = w.scales + (w.line // 128) * w.scale_stride
     row_scale = inner_scales + place.to(tl.int64) * BLOCKS
     # Scales are loaded a step ahead, because the compiler does not prefetch them.
     by_output, by_row = tl.load(w_scale), tl.load(row_scale)
     for block in range(BLOCKS):
         later = tl.minimum(block + 1, BLOCKS - 1)
         next_by_output, next_by_row = tl.load(w_scale + later), tl.load(row_scale + later)
-        weights = load_tile(w, w_scales, w_line, block * 128, W_WIDTH, w_stride, w_scale_stride,
-                            FP8_BLOCK, OUT, 128, EVEN, KIND, UNIT)  # fmt: skip
+        weights = load_tile(w, block * 128, FP8_BLOCK, 128, EVEN, KIND, UNIT)
         high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
         part = split_dot(weights, high, low, True, KIND)
         acc += (part * by_output[:, None]) * by_row[None, :]

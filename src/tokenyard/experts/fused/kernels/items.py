@@ -61,8 +61,8 @@ class Stages(NamedTuple):
     full1: Any  # like `full`, for the second half of the weights, if they have scales
     empty: Any
     items: Any  # items that were taken, with their places: a ring of two
-    told: Any
-    heard: Any
+    sent: Any
+    received: Any
     stored: Any  # barriers that both groups have stored an item: a ring of two
     largest: Any  # the largest magnitude of each row of a transposed tile, by group: a ring of two
     found: Any
@@ -128,21 +128,21 @@ def take_item(routes, stages, slot, phase, PRODUCT: gl.constexpr):
     # The sort has set the counters to zero. The first item of block n is item n, so the counter adds to these.
     counter = routes.how_many + (1 if PRODUCT.first else 2)
     item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    mbarrier.wait(stages.heard.index(slot), phase)
+    mbarrier.wait(stages.received.index(slot), phase)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     stages.items.index(slot).store(gl.full([1], 0, gl.int32, ONE) + item)
     synchronize()
-    mbarrier.arrive(stages.told.index(slot))
+    mbarrier.arrive(stages.sent.index(slot))
     return item
 
 
 @gluon.jit
 def receive_item(stages, slot, phase):
     """Receive the item that `take_item` took."""
-    mbarrier.wait(stages.told.index(slot), phase)
+    mbarrier.wait(stages.sent.index(slot), phase)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     item = gl.max(stages.items.index(slot).load(ONE), axis=0)
-    mbarrier.arrive(stages.heard.index(slot))
+    mbarrier.arrive(stages.received.index(slot))
     return item
 
 
@@ -151,12 +151,12 @@ def send_item(stages, slot, phase, item, expert, start, count, column):
     """Pass an item and its place to the multiplying warps."""
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     nth = gl.arange(0, 8, layout=NUMBERS)
-    told = gl.where(nth == 0, item, gl.where(nth == 1, expert, gl.where(nth == 2, start, count)))
-    told = gl.where(nth == 4, column, told)
-    mbarrier.wait(stages.heard.index(slot), phase)
-    stages.items.index(slot).store(told)
+    numbers = gl.where(nth == 0, item, gl.where(nth == 1, expert, gl.where(nth == 2, start, count)))
+    numbers = gl.where(nth == 4, column, numbers)
+    mbarrier.wait(stages.received.index(slot), phase)
+    stages.items.index(slot).store(numbers)
     synchronize()
-    mbarrier.arrive(stages.told.index(slot))
+    mbarrier.arrive(stages.sent.index(slot))
 
 
 @gluon.jit
@@ -176,20 +176,24 @@ def uniform(number):
 
 
 @gluon.jit
-def received_number(told, nth: gl.constexpr):
+def received_number(numbers, nth: gl.constexpr):
     """One of the numbers that `send_item` passed, none of which is below zero."""
-    return uniform(gl.max(gl.where(gl.arange(0, 8, layout=told.type.layout) == nth, told, 0), axis=0))
+    return uniform(gl.max(gl.where(gl.arange(0, 8, layout=numbers.type.layout) == nth, numbers, 0), axis=0))
 
 
 @gluon.jit
 def receive_place(stages, slot, phase):
     """Receive the item, and its place, that `send_item` passed."""
-    mbarrier.wait(stages.told.index(slot), phase)
-    told = stages.items.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
-    item, expert, start = received_number(told, 0), received_number(told, 1), received_number(told, 2)
-    count, column = received_number(told, 3), received_number(told, 4)
+    mbarrier.wait(stages.sent.index(slot), phase)
+    numbers = stages.items.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
+    item, expert, start = (
+        received_number(numbers, 0),
+        received_number(numbers, 1),
+        received_number(numbers, 2),
+    )
+    count, column = received_number(numbers, 3), received_number(numbers, 4)
     synchronize()
-    mbarrier.arrive(stages.heard.index(slot))
+    mbarrier.arrive(stages.received.index(slot))
     return item, expert, start, count, column
 
 

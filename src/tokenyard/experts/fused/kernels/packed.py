@@ -24,12 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels.epilogues import activate, deliver
-from tokenyard.experts.fused.kernels.items import await_items, enough_for, tile_counter
+from tokenyard.experts.fused.kernels.items import await_items, enough_for, synchronize, tile_counter
 from tokenyard.experts.fused.kernels.unpacking import INT4, decode
 
-# Newer versions of Triton have other names for them.
+# Newer versions of Triton have another name for it.
 start_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-meet = getattr(gl, "barrier", None) or gl.thread_barrier
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
 # Rows of a tile up to which each warp multiplies by itself.
 FEW_ROWS = gl.constexpr(16)
@@ -250,7 +249,7 @@ def tile_product(
                 ),
             )
     pointers, columns, acc = (), (), ()
-    # The stride is a multiple of 8; this tells the compiler, so that rows are copied 16 bytes at a time.
+    # The stride is a multiple of 8; this shows it to the compiler, so that rows are copied 16 bytes at a time.
     x_stride = rows.stride // 8 * 8
     for b in gl.static_range(NB):
         t = gl.arange(0, N1 if b else N0, layout=gl.SliceLayout(1, COPY))
@@ -277,7 +276,7 @@ def tile_product(
             if not FEW:
                 acc = wait_for_products(acc)
             async_copy.wait_group(STAGES - 2)
-            meet()  # right after the wait for copies, or the compiler adds another barrier there
+            synchronize()  # right after the wait for copies, or the compiler adds another barrier there
             if not FEW:  # makes the copies of all threads visible to the tensor cores
                 hopper.fence_async_shared()
             copy_rows(buffers, pointers, columns, NB, (d + STAGES - 1) % STAGES, step + STAGES - 1,
@@ -334,7 +333,7 @@ def packed_product(
     count = gl.load(routes.tiles + 2 * routes.max_tiles + tile)
     if tile >= gl.load(routes.how_many):
         return
-    if EARLY:  # not before a block without a tile has ended, because nobody waits for its item
+    if EARLY:  # not before a block without a tile has ended, because no kernel waits for its item
         depends("launch_dependents")
     counter = routes.tiles + tile_counter(routes, tile)
     WIDTH: gl.constexpr = PRODUCT.width
@@ -351,5 +350,5 @@ def packed_product(
                 PRODUCT, TILES, WIDTHS[v][0], WIDTHS[v][1], BEFORE, num_warps,
             )  # fmt: skip
     if PRODUCT.first:
-        meet()
+        synchronize()
         gl.atomic_add(counter, 1, sem="release")

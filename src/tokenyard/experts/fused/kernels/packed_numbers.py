@@ -72,8 +72,8 @@ class Stages(NamedTuple):
     full: Any
     empty: Any
     items: Any  # items that were taken: a ring of two
-    told: Any
-    heard: Any
+    sent: Any
+    received: Any
     stored: Any  # barriers that all groups have stored an item: a ring of two
 
 
@@ -407,8 +407,8 @@ def packed_numbers_product(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
-        told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        sent=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        received=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         stored=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
@@ -416,15 +416,15 @@ def packed_numbers_product(
         mbarrier.init(stages.full.index(s), count=129 if PRODUCT.first else 130)
         mbarrier.init(stages.empty.index(s), count=GROUPS)
     for s in gl.static_range(2):
-        mbarrier.init(stages.told.index(s), count=1)
-        mbarrier.init(stages.heard.index(s), count=GROUPS)
+        mbarrier.init(stages.sent.index(s), count=1)
+        mbarrier.init(stages.received.index(s), count=GROUPS)
         mbarrier.init(stages.stored.index(s), count=GROUPS)
     fence_async_shared()
     if EARLY:
         if PRODUCT.first:
             depends("wait")
     tiles = gl.load(routes.how_many)
-    if EARLY:  # after this load, because nobody waits for a block without an item
+    if EARLY:  # after this load, because no kernel waits for a block without an item
         depends("launch_dependents")
     gl.warp_specialize([
         (multiply_items, (weights, routes, tiles, results, stages, 0, PRODUCT, TILES)),

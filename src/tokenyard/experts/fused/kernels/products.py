@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
+from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, Lines, load_tile
 from tokenyard.experts.fused.kernels.epilogues import activate, deliver
 from tokenyard.experts.fused.kernels.fp8_split import FP8_SPLIT, NUMBERS, split_product, store_inner
 from tokenyard.experts.fused.kernels.sorting import unsigned
@@ -34,14 +34,25 @@ def block_part(left, right, KIND: tl.constexpr):
 
 
 @triton.jit
+def outputs_of(weights, expert, output, OUTPUTS: tl.constexpr, LAYER: tl.constexpr, TILES: tl.constexpr):
+    """Some outputs of an expert's matrix."""
+    SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if LAYER.weights == FP8_BLOCK else OUTPUTS
+    expert = expert.to(tl.int64)
+    data = weights.data + expert * (OUTPUTS * TILES.stride)
+    scales = weights.scales
+    if scales is not None:
+        scales = scales + expert * (SCALE_LINES * TILES.scale_width)
+    return Lines(data, scales, output, TILES.stride, TILES.scale_width, TILES.width)
+
+
+@triton.jit
 def block_product(
-    x, x_scales, x_line, w, w_scales, w_line,
-    x_stride, x_scale_stride, w_stride, w_scale_stride,
-    INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    x, w, INPUTS: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The product of some outputs of an expert and some rows, float32 `[OUT, TILE]`. All lines must exist."""
+    """The product of some outputs `w` of an expert and some rows `x`, float32 `[OUT, TILE]`. All lines must exist."""
+    OUT: tl.constexpr = w.line.shape[0]
+    TILE: tl.constexpr = x.line.shape[0]
     EVEN: tl.constexpr = INPUTS % BLOCK == 0
     # Both are e4m3, which the tensor cores multiply directly.
     NARROW: tl.constexpr = (ROWS == FP8_BLOCK) & (WEIGHTS == FP8_BLOCK) & (KIND != tl.float32)
@@ -51,10 +62,10 @@ def block_product(
     acc = tl.zeros([OUT, TILE], tl.float32)
     # Scales of blocks are loaded a step ahead, because the compiler does not prefetch them.
     if WEIGHTS == FP8_BLOCK:
-        w_scale = w_scales + (w_line // 128) * w_scale_stride
+        w_scale = w.scales + (w.line // 128) * w.scale_stride
         by_output = tl.load(w_scale)
     if ROWS == FP8_BLOCK:
-        x_scale = x_scales + x_line.to(tl.int64) * x_scale_stride
+        x_scale = x.scales + x.line.to(tl.int64) * x.scale_stride
         by_row = tl.load(x_scale)
     for first in range(0, INPUTS, BLOCK):
         later = tl.minimum(first + BLOCK, INPUTS - 1) // 128
@@ -62,10 +73,8 @@ def block_product(
             next_by_output = tl.load(w_scale + later)
         if ROWS == FP8_BLOCK:
             next_by_row = tl.load(x_scale + later)
-        a = load_tile(w, w_scales, w_line, first, W_WIDTH, w_stride, w_scale_stride,
-                      WEIGHTS, OUT, BLOCK, EVEN, KIND, UNIT)  # fmt: skip
-        b = load_tile(x, x_scales, x_line, first, X_WIDTH, x_stride, x_scale_stride,
-                      ROWS, TILE, BLOCK, EVEN, KIND)  # fmt: skip
+        a = load_tile(w, first, WEIGHTS, BLOCK, EVEN, KIND, UNIT)
+        b = load_tile(x, first, ROWS, BLOCK, EVEN, KIND)
         if ROWS == FP8_BLOCK:
             if not BOTH_FP8:
                 b = b.to(tl.float32) * by_row[:, None]
@@ -92,31 +101,22 @@ def block_product(
 
 
 @triton.jit
-def two_block_product(
-    x, x_scales, x_line, w, w_scales, w_line,
-    x_stride, x_scale_stride, w_stride, w_scale_stride,
-    INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def two_block_product(x, w, INPUTS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
     """`block_product` for rows and weights in blocks of e4m3, two adjacent blocks a step. Their number is even."""
     BLOCKS: tl.constexpr = INPUTS // 128
-    acc = tl.zeros([OUT, TILE], tl.float32)
-    w_scale = w_scales + (w_line // 128) * w_scale_stride
-    x_scale = x_scales + x_line.to(tl.int64) * x_scale_stride
+    acc = tl.zeros([w.line.shape[0], x.line.shape[0]], tl.float32)
+    w_scale = w.scales + (w.line // 128) * w.scale_stride
+    x_scale = x.scales + x.line.to(tl.int64) * x.scale_stride
     by_output, by_row = tl.load(w_scale), tl.load(x_scale)
     other_by_output, other_by_row = tl.load(w_scale + 1), tl.load(x_scale + 1)
     for block in range(0, BLOCKS, 2):
         later = tl.minimum(block + 2, BLOCKS - 2)
         next_by_output, next_by_row = tl.load(w_scale + later), tl.load(x_scale + later)
         next_other_by_output, next_other_by_row = tl.load(w_scale + later + 1), tl.load(x_scale + later + 1)
-        a = load_tile(w, w_scales, w_line, block * 128, W_WIDTH, w_stride, w_scale_stride,
-                      FP8_BLOCK, OUT, 128, True, KIND, UNIT)  # fmt: skip
-        other_a = load_tile(w, w_scales, w_line, block * 128 + 128, W_WIDTH, w_stride, w_scale_stride,
-                            FP8_BLOCK, OUT, 128, True, KIND, UNIT)  # fmt: skip
-        b = load_tile(x, x_scales, x_line, block * 128, X_WIDTH, x_stride, x_scale_stride,
-                      FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
-        other_b = load_tile(x, x_scales, x_line, block * 128 + 128, X_WIDTH, x_stride, x_scale_stride,
-                            FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
+        a = load_tile(w, block * 128, FP8_BLOCK, 128, True, KIND, UNIT)
+        other_a = load_tile(w, block * 128 + 128, FP8_BLOCK, 128, True, KIND, UNIT)
+        b = load_tile(x, block * 128, FP8_BLOCK, 128, True, KIND)
+        other_b = load_tile(x, block * 128 + 128, FP8_BLOCK, 128, True, KIND)
         acc += (block_part(a, b, KIND) * by_output[:, None]) * by_row[None, :]
         acc += (block_part(other_a, other_b, KIND) * other_by_output[:, None]) * other_by_row[None, :]
         by_output, by_row = next_by_output, next_by_row
@@ -169,24 +169,13 @@ def inner_tile(
         output = i
         OUTPUTS: tl.constexpr = I
     expert = expert.to(tl.int64)
-    SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if LAYER.weights == FP8_BLOCK else OUTPUTS
-    w = weights.data + expert * (OUTPUTS * TILES.stride)
-    w_scales = weights.scales
-    if w_scales is not None:
-        w_scales = w_scales + expert * (SCALE_LINES * TILES.scale_width)
+    x = Lines(rows.data, rows.scales, line, rows.stride, rows.scale_stride, TILES.rows_width)
+    w = outputs_of(weights, expert, output, OUTPUTS, LAYER, TILES)
     if TILES.block > 128:
         tl.static_assert((TILES.block == 256) & (H % 256 == 0))
-        acc = two_block_product(
-            rows.data, rows.scales, line, w, w_scales, output,
-            rows.stride, rows.scale_stride, TILES.stride, TILES.scale_width,
-            H, TILES.rows_width, TILES.width, LAYER.kind, OUT, TILE, TILES.unit,
-        )  # fmt: skip
+        acc = two_block_product(x, w, H, LAYER.kind, TILES.unit)
     else:
-        acc = block_product(
-            rows.data, rows.scales, line, w, w_scales, output,
-            rows.stride, rows.scale_stride, TILES.stride, TILES.scale_width,
-            H, TILES.rows_width, TILES.width, LAYER.rows, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
-        )  # fmt: skip
+        acc = block_product(x, w, H, LAYER.rows, LAYER.weights, LAYER.kind, TILES.block, TILES.unit)
     if weights.global_scale is not None:
         acc *= global_scale(weights, expert, output, OUTPUTS)[:, None]
     if rows.globals is not None:
@@ -226,29 +215,16 @@ def result_tile(
     is_output = n < H
     output = tl.minimum(n, H - 1)
     expert = expert.to(tl.int64)
-    SCALE_LINES: tl.constexpr = (H + 127) // 128 if LAYER.weights == FP8_BLOCK else H
-    w = weights.data + expert * (H * TILES.stride)
-    w_scales = weights.scales
-    if w_scales is not None:
-        w_scales = w_scales + expert * (SCALE_LINES * TILES.scale_width)
+    w = outputs_of(weights, expert, output, H, LAYER, TILES)
     inner, inner_scales = results.inner, results.inner_scales
     if LAYER.inner == FP8_SPLIT:
         tl.static_assert(TILES.block == 128)
-        acc = split_product(
-            inner, inner_scales, place, is_row, w, w_scales, output, TILES.stride, TILES.scale_width,
-            I, TILES.width, LAYER.kind, OUT, TILE, TILES.unit,
-        )  # fmt: skip
-    elif LAYER.inner != NUMBERS:
-        WIDTH: tl.constexpr = (I + 127) // 128 * 128
-        acc = block_product(
-            inner, inner_scales, place, w, w_scales, output, WIDTH, WIDTH // 128, TILES.stride, TILES.scale_width,
-            I, WIDTH, TILES.width, FP8_BLOCK, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
-        )  # fmt: skip
+        acc = split_product(inner, inner_scales, place, is_row, w, I, LAYER.kind, TILES.unit)
     else:
-        acc = block_product(
-            inner, inner, place, w, w_scales, output, I, 1, TILES.stride, TILES.scale_width,
-            I, I, TILES.width, PLAIN, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block, TILES.unit,
-        )  # fmt: skip
+        ROWS: tl.constexpr = PLAIN if LAYER.inner == NUMBERS else FP8_BLOCK
+        WIDTH: tl.constexpr = I if LAYER.inner == NUMBERS else (I + 127) // 128 * 128
+        x = Lines(inner, inner_scales, place, WIDTH, WIDTH // 128, WIDTH)
+        acc = block_product(x, w, I, ROWS, LAYER.weights, LAYER.kind, TILES.block, TILES.unit)
     if weights.global_scale is not None:
         acc *= global_scale(weights, expert, output, H)[:, None]
     if weights.bias is not None:

@@ -61,66 +61,52 @@ def recode_part(
     return tl.reshape(recoded, [ROWS, COLUMNS]), tl.reshape(scale, [ROWS, BLOCKS])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "max_tiles"])
 def recode_rows(
-    x, x_scales, slots_R, blocks, block_scales, num_rows, x_stride, x_scale_stride,
-    H: tl.constexpr, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Recode rows into contiguous ones, padded to whole blocks; each thread block loops over parts of ROWS rows."""
-    if EARLY:
-        gdc_launch_dependents()
-    ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    WIDTH: tl.constexpr = (H + 127) // 128 * 128
-    for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * ACROSS, tl.num_programs(0)):
-        row = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        is_row = row < num_rows
-        part = item % ACROSS
-        line = row
-        if HAS_SLOTS:
-            line = tl.load(slots_R + row, mask=is_row, other=0).to(tl.int64)
-        code, scale = recode_part(x, x_scales, line, is_row, part, x_stride, x_scale_stride, H, COLUMNS)
-        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        row, is_row = row[:, None], is_row[:, None]
-        tl.store(blocks + row * WIDTH + column, code, mask=is_row & (column < WIDTH))
-        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
-        tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=is_row & (block < WIDTH // 128))
-    if EARLY:
-        # Rows and slots are older than the sort, and this kernel does not read the sort's results. But later kernels,
-        # which wait only for this one, do: so this one must not end before the sort.
-        gdc_wait()
-
-
-@triton.jit(do_not_specialize=["num_places", "max_tiles"])
-def place_rows(
-    x, x_scales, slots_R, blocks, block_scales, order_N, tiles, how_many, num_places, max_tiles, x_stride,
-    x_scale_stride,
+    x, x_scales, slots_R, blocks, block_scales, order_N, tiles, how_many, num_rows, max_tiles, x_stride, x_scale_stride,
     H: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Recode the row of every place of `order_N`, permuted for `kernels.packed_codes`; scales by block and place.
+    """Recode rows into contiguous ones, padded to whole blocks; each thread block loops over parts of ROWS rows.
 
-    Each thread block loops over parts of ROWS rows.
+    If `order_N` is given, recode the row of each of its places, permuted for `kernels.packed_codes`; `num_rows` is then
+    the number of places that `blocks` has, and scales are by block and place.
     """
+    PLACED: tl.constexpr = order_N is not None
     if EARLY:
-        gdc_wait()
+        if PLACED:
+            gdc_wait()
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     WIDTH: tl.constexpr = (H + 127) // 128 * 128
-    places = places_of(tiles, how_many, max_tiles)
-    for item in range(tl.program_id(0), tl.cdiv(places, ROWS) * ACROSS, tl.num_programs(0)):
-        place = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        is_place = place < places
+    total = num_rows
+    if PLACED:
+        total = places_of(tiles, how_many, max_tiles)
+    for item in range(tl.program_id(0), tl.cdiv(total, ROWS) * ACROSS, tl.num_programs(0)):
+        row = (item // ACROSS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row < total
         part = item % ACROSS
-        pair = tl.load(order_N + place, mask=is_place, other=0)
-        line = (tl.where(pair < 0, ~pair, pair) // TOP_K).to(tl.int64)
+        line = row
+        if PLACED:
+            pair = tl.load(order_N + row, mask=is_row, other=0)
+            line = (tl.where(pair < 0, ~pair, pair) // TOP_K).to(tl.int64)
         if HAS_SLOTS:
-            line = tl.load(slots_R + line, mask=is_place, other=0).to(tl.int64)
-        code, scale = recode_part(x, x_scales, line, is_place, part, x_stride, x_scale_stride, H, COLUMNS)
+            line = tl.load(slots_R + line, mask=is_row, other=0).to(tl.int64)
+        code, scale = recode_part(x, x_scales, line, is_row, part, x_stride, x_scale_stride, H, COLUMNS)
         column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        place, is_place = place[:, None], is_place[:, None]
-        tl.store(blocks + place * WIDTH + column, permute_inputs(code), mask=is_place & (column < WIDTH))
+        row, is_row = row[:, None], is_row[:, None]
+        if PLACED:
+            code = permute_inputs(code)
+        tl.store(blocks + row * WIDTH + column, code, mask=is_row & (column < WIDTH))
         block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
-        tl.store(block_scales + block * num_places + place, scale, mask=is_place & (block < WIDTH // 128))
+        if PLACED:
+            tl.store(block_scales + block * num_rows + row, scale, mask=is_row & (block < WIDTH // 128))
+        else:
+            tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=is_row & (block < WIDTH // 128))
+    if EARLY and not PLACED:
+        # Rows and slots are older than the sort, and this kernel does not read the sort's results. But later kernels,
+        # which wait only for this one, do: so this one must not end before the sort.
+        gdc_wait()
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
+from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, Lines, load_tile
 from tokenyard.experts.fused.kernels.epilogues import activate_rows, deliver
 from tokenyard.experts.fused.kernels.fp8_split import (
     FP8_SPLIT,
@@ -22,26 +22,21 @@ from tokenyard.experts.fused.kernels.fp8_split import (
     split_dot,
     store_inner,
 )
-from tokenyard.experts.fused.kernels.products import block_part, rows_of
+from tokenyard.experts.fused.kernels.products import block_part, outputs_of, rows_of
 
 
 @triton.jit
-def load_rows(
-    x, x_scales, x_line, is_row, first, width, x_stride, x_scale_stride,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """`load_tile` for rows; tiles of many rows load only the rows that exist, and the others are zero."""
-    if TILE >= MASKED_FROM:
+def load_rows(x, is_row, first, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr):
+    """`load_tile` for rows of e4m3; tiles of many rows load only the rows that exist, and the others are zero."""
+    if x.line.shape[0] >= MASKED_FROM:
         column = first + tl.arange(0, BLOCK)
-        where = x + x_line.to(tl.int64)[:, None] * x_stride + column[None, :]
+        where = x.data + x.line.to(tl.int64)[:, None] * x.stride + column[None, :]
         if EVEN:
             return tl.load(where, mask=is_row[:, None], other=0.0)
         else:
-            return tl.load(where, mask=is_row[:, None] & (column < width)[None, :], other=0.0)
+            return tl.load(where, mask=is_row[:, None] & (column < x.width)[None, :], other=0.0)
     else:
-        return load_tile(
-            x, x_scales, x_line, first, width, x_stride, x_scale_stride, ROWS, TILE, BLOCK, EVEN, KIND
-        )
+        return load_tile(x, first, FP8_BLOCK, BLOCK, EVEN, KIND)
 
 
 @triton.jit
@@ -70,7 +65,6 @@ def rows_first_tile(
     I: tl.constexpr = LAYER.intermediate
     KIND: tl.constexpr = LAYER.kind
     BLOCK: tl.constexpr = TILES.block
-    W_STRIDE: tl.constexpr = TILES.stride
     W_SCALE_WIDTH: tl.constexpr = TILES.scale_width
     tl.static_assert(TILES.out == 256)
     place, is_row, pair, line = rows_of(rows, routes, start, count, TILE, LAYER.top_k)
@@ -89,19 +83,18 @@ def rows_first_tile(
     # The compiler keeps the result of a reduction; anything cheaper it would recompute, and run out of registers.
     first_gate, first_up = tl.min(gates, axis=0), tl.min(ups, axis=0)
     expert = expert.to(tl.int64)
-    w = weights.data + expert * (2 * I * W_STRIDE)
-    w_scales = weights.scales + expert * (((2 * I + 127) // 128) * W_SCALE_WIDTH)
+    x = Lines(rows.data, rows.scales, line, rows.stride, rows.scale_stride, TILES.rows_width)
+    gate_lines = outputs_of(weights, expert, gates, 2 * I, LAYER, TILES)
+    up_lines = outputs_of(weights, expert, ups, 2 * I, LAYER, TILES)
+    w_scales = gate_lines.scales
     x_scale = rows.scales + line.to(tl.int64) * rows.scale_stride
     EVEN: tl.constexpr = H % BLOCK == 0
     gate = tl.zeros([TILE, 128], tl.float32)
     up = tl.zeros([TILE, 128], tl.float32)
     for first in range(0, H, BLOCK):
-        some = load_rows(rows.data, rows.scales, line, is_row, first, TILES.rows_width, rows.stride, rows.scale_stride,
-                         FP8_BLOCK, TILE, BLOCK, EVEN, KIND)  # fmt: skip
-        gate_weights = load_tile(w, w_scales, gates, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                 FP8_BLOCK, 128, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
-        up_weights = load_tile(w, w_scales, ups, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                               FP8_BLOCK, 128, BLOCK, EVEN, KIND, TILES.unit)  # fmt: skip
+        some = load_rows(x, is_row, first, BLOCK, EVEN, KIND)
+        gate_weights = load_tile(gate_lines, first, FP8_BLOCK, BLOCK, EVEN, KIND, TILES.unit)
+        up_weights = load_tile(up_lines, first, FP8_BLOCK, BLOCK, EVEN, KIND, TILES.unit)
         by_row = tl.load(x_scale + first // 128)[:, None]
         gate_scale = block_scale(by_row, w_scales, first_gate, first, W_SCALE_WIDTH, LAST, GATE_EDGE)
         up_scale = block_scale(by_row, w_scales, first_up, first, W_SCALE_WIDTH, LAST, UP_EDGE)
@@ -136,7 +129,6 @@ def rows_first_result_tile(
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
     KIND: tl.constexpr = LAYER.kind
-    W_STRIDE: tl.constexpr = TILES.stride
     W_SCALE_WIDTH: tl.constexpr = TILES.scale_width
     EVEN: tl.constexpr = I % 128 == 0
     BLOCKS: tl.constexpr = (I + 127) // 128
@@ -148,24 +140,23 @@ def rows_first_result_tile(
     first_lines = tl.minimum(first + tl.arange(0, 128), H - 1)
     second_lines = tl.minimum(first + 128 + tl.arange(0, 128), H - 1)
     expert = expert.to(tl.int64)
-    w = weights.data + expert * (H * W_STRIDE)
-    scales = weights.scales + expert * (SCALE_LINES * W_SCALE_WIDTH)
+    first_outputs = outputs_of(weights, expert, first_lines, H, LAYER, TILES)
+    second_outputs = outputs_of(weights, expert, second_lines, H, LAYER, TILES)
+    scales = first_outputs.scales
     first_scales = scales + (2 * column) * W_SCALE_WIDTH
     second_scales = scales + tl.minimum(2 * column + 1, SCALE_LINES - 1) * W_SCALE_WIDTH
     inner, inner_scales = results.inner, results.inner_scales
     row_scales = inner_scales + place.to(tl.int64) * BLOCKS
+    x = Lines(inner, inner_scales, place, BLOCKS * 128, BLOCKS, BLOCKS * 128)
     first_sum = tl.zeros([TILE, 128], tl.float32)
     second_sum = tl.zeros([TILE, 128], tl.float32)
     for block in range(BLOCKS):
         if LAYER.inner == FP8_SPLIT:
             high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
         else:
-            codes = load_rows(inner, inner_scales, place, is_row, block * 128, BLOCKS * 128, BLOCKS * 128, BLOCKS,
-                              FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
-        first_weights = load_tile(w, scales, first_lines, block * 128, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                 FP8_BLOCK, 128, 128, EVEN, KIND, TILES.unit)  # fmt: skip
-        second_weights = load_tile(w, scales, second_lines, block * 128, TILES.width, W_STRIDE, W_SCALE_WIDTH,
-                                  FP8_BLOCK, 128, 128, EVEN, KIND, TILES.unit)  # fmt: skip
+            codes = load_rows(x, is_row, block * 128, 128, True, KIND)
+        first_weights = load_tile(first_outputs, block * 128, FP8_BLOCK, 128, EVEN, KIND, TILES.unit)
+        second_weights = load_tile(second_outputs, block * 128, FP8_BLOCK, 128, EVEN, KIND, TILES.unit)
         by_row = tl.load(row_scales + block)[:, None]
         first_scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
         if LAYER.inner == FP8_SPLIT:

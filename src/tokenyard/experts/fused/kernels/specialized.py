@@ -286,8 +286,8 @@ def specialized_products(
         full1=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         items=gl.allocate_shared_memory(gl.int32, [2, 8], LINE),
-        told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        sent=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        received=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         stored=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         largest=gl.allocate_shared_memory(gl.int32, [4, 64], LINE),
         found=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
@@ -297,8 +297,8 @@ def specialized_products(
         mbarrier.init(stages.full1.index(s), count=1)
         mbarrier.init(stages.empty.index(s), count=2)
     for s in gl.static_range(2):
-        mbarrier.init(stages.told.index(s), count=1)
-        mbarrier.init(stages.heard.index(s), count=2)
+        mbarrier.init(stages.sent.index(s), count=1)
+        mbarrier.init(stages.received.index(s), count=2)
         mbarrier.init(stages.stored.index(s), count=2)
         mbarrier.init(stages.found.index(s), count=2)
     fence_async_shared()

@@ -63,7 +63,7 @@ class ControlLayout:
         return self.in_flight + 1
 
     def flags(self, phase: int, round: int) -> slice:
-        """The words in which ranks tell of a phase (0: dispatch, 1: combine) of a round, one for each source rank."""
+        """The words in which ranks publish a phase (0: dispatch, 1: combine) of a round, one for each source rank."""
         first = FLAGS + ((round % self.turns) * 2 + phase) * self.world
         return slice(first, first + self.world)
 

@@ -61,7 +61,7 @@ _SHARED_FOR_STAGES = 160 << 10
 
 
 def most_waiting_blocks(ranks_on_gpu: int, processors: int) -> int:
-    """The most blocks of a rank that may wait for the other ranks at a time, with so many ranks on its GPU.
+    """The most blocks of a rank that may wait for the other ranks at a time, with this many ranks on its GPU.
 
     >>> most_waiting_blocks(1, 132), most_waiting_blocks(4, 132)
     (128, 16)
@@ -72,7 +72,7 @@ def most_waiting_blocks(ranks_on_gpu: int, processors: int) -> int:
 
 
 def _chunks(tokens: int) -> int:
-    """The number of chunks of `CHUNK` tokens (or slots) that cover so many, at least one."""
+    """The number of chunks of `CHUNK` tokens (or slots) that cover this many, at least one."""
     return max(1, -(-tokens // int(push_kernels.CHUNK.value)))
 
 
@@ -143,7 +143,7 @@ class LayerLaunches:
         return [*(copied(name, tensor) for name, tensor in extra.items()), row]
 
     def push_cut(self, load: Load, rows: int, stages: int | None) -> tuple[TileConfig, push_kernels.Row]:
-        """How a payload is cut in a launch of so many rows; `stages`: of loops over several rows, None without them."""
+        """How a payload is cut in a launch of `rows` rows; `stages`: of loops over several rows, None without them."""
         key = (load.rows.dtype, load.rows.shape[1], rows > FEW_ROWS, rows > MANY_ROWS, stages)
         if key not in self._cuts:
             tiles = row_tiles(load.encoding, load.padded, rows)
@@ -209,7 +209,7 @@ class Launcher:
         self._tables: dict[str, tuple[Placement, tuple[Tensor, Tensor]]] = {}
         # By layer, region and most tokens: what its launches have in common.
         self._layers: dict[tuple[str, int, int], LayerLaunches] = {}
-        # The counts that the chunks of a batch tell each other in `assign`, each with its round.
+        # The counts that the chunks of a batch exchange in `assign`, each with its round.
         self.max_tokens = max_tokens
         shape = (ranks * _chunks(max_tokens), self.world)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -296,7 +296,7 @@ class Launcher:
             self._tables[spec.layer] = placement, table
         return table
 
-    # -- The way out ---------------------------------------------------------------------------------------
+    # -- Dispatch ------------------------------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -341,7 +341,7 @@ class Launcher:
         )  # fmt: skip
 
     def _blocks(self, items: int) -> int:
-        """The number of blocks for so many items: one each, but no more than the multiprocessors allowed (`sms`)."""
+        """The number of blocks for these items: one each, but no more than the multiprocessors allowed (`sms`)."""
         return items if self.sms is None else min(items, self.sms)
 
     def _assign(
@@ -367,7 +367,7 @@ class Launcher:
         waits: bool = True,
         sized_for: int | None = None,
     ) -> None:
-        """Push one payload. `sized_for`: in a rehearsal, the number of rows for which the kernel is chosen."""
+        """Push one payload. `sized_for`: where only the kernel is loaded, the number of rows for which it is chosen."""
         rows = tokens * self.ranks if sized_for is None else sized_for
         tiles, row = layer.push_cut(load, rows, self._push_stages if self._limited and not whole else None)
         row_parts = max(0, tokens) * tiles.parts
@@ -384,26 +384,10 @@ class Launcher:
     def _sizes(self, layer: LayerLaunches, tokens: int, blocks: int) -> push_kernels.Sizes:
         return push_kernels.Sizes(tokens, layer.max_tokens, self.rank, blocks, layer.spec.num_experts)
 
-    # -- The way back --------------------------------------------------------------------------------------
-
-    def combine(
-        self,
-        slots: DispatchSlots,
-        slots_TW: Tensor,
-        results: Tensor | None,
-        out_TH: Tensor,
-        add: Sequence[Tensor] = (),
-        *,
-        dense: bool = True,
-        waits: bool = True,
-    ) -> None:
-        """Place results (None: they are placed), wait for the other ranks, and write this rank's sums into `out_TH`."""
-        if results is not None:
-            self.place(slots, results, dense=dense)
-        self.sum(slots, slots_TW, out_TH, add, just_placed=results is not None, waits=waits)
+    # -- Combine -------------------------------------------------------------------------------------------
 
     def choices_at_home(self, spec: ExchangeSpec, slots_TW: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """`(slots_TK, owners_TK)`: where the result of each choice stands, and on which rank; slot -1 for nobody's."""
+        """`(slots_TK, owners_TK)`: where the result of each choice is, and on which rank; slot -1 for no expert."""
         experts, copies = self.table(spec)
         known_TK = (ids_TK >= 0) & (ids_TK < spec.num_experts)
         turn_T1 = ids_TK.clamp(min=0).long().sum(dim=1, keepdim=True)  # as the kernels' `owners`
@@ -428,21 +412,23 @@ class Launcher:
         one_block_waits: bool = False,
         before_adding: Callable[[], None] | None = None,
         ended: Tensor | None = None,
-        tells_bad_ids: bool = False,
+        reports_bad_ids: bool = False,
     ) -> None:
         """Wait for the other ranks, and write this rank's sums into `out_TH`; `just_placed`: `place` wrote the results.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
         `before_adding` is called in front of the launch that reads `add`, which may still be computed; `ended` becomes
-        1 when it is. With `tells_bad_ids` ranks whose ids were bad say so where all meet, and no rank has a result.
+        1 when it is. With `reports_bad_ids` ranks whose ids were bad say so where all meet, and no rank has a result.
         """
         layer, tokens = self.layer(slots), out_TH.shape[0] // self.ranks
         few = self._blocks(tokens * layer.home.tiles(tokens).parts) <= self._most_waiting
-        apart = just_placed or one_block_waits or before_adding is not None or tells_bad_ids or not waits
+        apart = just_placed or one_block_waits or before_adding is not None or reports_bad_ids or not waits
         meets = few and not apart
         if not meets:
             early = self._early and not just_placed
-            self.signal_and_wait(layer.flag, Phase.COMBINE, fails=2 * tells_bad_ids, waits=waits, early=early)
+            self.signal_and_wait(
+                layer.flag, Phase.COMBINE, fails=2 * reports_bad_ids, waits=waits, early=early
+            )
         pull = partial(self._pull, layer, home_slots, tokens=tokens, owners_TK=owners_TK)
         begun = None
         if before_adding is not None and add and self.sms is not None:

@@ -99,7 +99,7 @@ class Encoding:
 
 
 def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
-    """The cut of a row that goes out, for elements of `encoding`, in a launch of so many rows."""
+    """The cut of a row that goes out, for elements of `encoding`, in a launch of this number of rows."""
     widest, many = max(128, triton.next_power_of_2(columns)), tokens > MANY_ROWS
     if encoding.code == push_kernels.NVFP4:
         if encoding.option == 0:  # the global scale is computed from the whole row
@@ -116,7 +116,7 @@ def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
 
 
 def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tuple[Tensor, Tensor]:
-    """Where each expert lives, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each.
+    """Which rank holds each expert, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each.
 
     The table has room for `most_copies`, also where the present placement has fewer.
     """
@@ -168,7 +168,7 @@ class DispatchSlots:
 
     spec: ExchangeSpec
     region: int
-    max_tokens: int  # the most tokens of a rank in this dispatch: each rank's window has so many slots
+    max_tokens: int  # the most tokens of a rank in this dispatch: each rank's window has this many slots
 
     @property
     def layer(self) -> int:
@@ -185,7 +185,7 @@ class ReturnLayout:
     padded: int
 
     def place_tiles(self) -> TileConfig:
-        """How a result is cut where a block encodes it, tile by tile: nvfp4 as on the way out."""
+        """How a result is cut where a block encodes it, tile by tile: nvfp4 as in a dispatch."""
         if self.encoding.code == push_kernels.NVFP4:
             return row_tiles(self.encoding, self.padded, FEW_ROWS + 1)
         return TileConfig(min(2048, max(128, triton.next_power_of_2(self.padded))), 1, 4)

@@ -96,7 +96,7 @@ class KernelReports:
         for rank, (_, found, why) in failures.items():
             if found:
                 raise PeerFailed(rank, why, phase=phase.value, layer=layer, rank=self._group.rank)
-        if kind == Trouble.FAILED and phase is Phase.COMBINE:  # told by its kernel, which writes no text
+        if kind == Trouble.FAILED and phase is Phase.COMBINE:  # its kernel reported it, and writes no text
             why = "InputError: its topk_ids_TK hold an id that no expert has"
             raise PeerFailed(who[0], why, phase=phase.value, layer=layer, rank=self._group.rank)
         names = ", ".join(f"rank {rank}" for rank in who)
@@ -115,7 +115,7 @@ class KernelReports:
         self._host_status.zero_()
 
     def raise_bad_ids(self, arrival: Arrival) -> None:
-        """Raise if this rank's kernel has told the others in the combine that an id of this rank has no expert."""
+        """Raise if this rank's kernel has reported in the combine that an id of this rank has no expert."""
         kind, _, ranks, _ = self._host_status[0].tolist()
         if kind != Trouble.FAILED or not ranks >> self._group.rank & 1:
             return
@@ -129,7 +129,7 @@ class KernelReports:
     def _bad_id(self, found: int, where: str) -> InputError:
         return InputError(
             f"topk_ids_TK holds id {found} ({where})",
-            expected="ids of the layer's experts, or -1 for nobody",
+            expected="ids of the layer's experts, or -1 for no expert",
             fix="pass global expert ids of this layer, and -1 for padding",
             rank=self._group.rank,
         )
@@ -146,18 +146,18 @@ class KernelReports:
             verdict += torch.where(verdict == 0, DEPARTURE | 1 << self._group.rank, 0)
         self._group.wait_for_device()
 
-    def tell_failure(self, phase: Phase, layer: int, error: str) -> int:
-        """Write why this rank fails in the next round of a phase; return the flag that tells the others of it."""
+    def publish_failure(self, phase: Phase, layer: int, error: str) -> int:
+        """Write why this rank fails in the next round of a phase; return the flag that publishes it."""
         number = phase_number(phase)
         round = int(self.words()[ROUND + number]) + 1  # as the device counts
         # The text of an older failure may still be there: this one says of which round it is.
-        told = self._text(self._group.rank, phase)
-        room = told.numel()
+        place = self._text(self._group.rank, phase)
+        room = place.numel()
         text = (_stamp(phase, round) + error).encode()[:room].ljust(room, b"\0")
-        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        place.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return round << 24 | layer << 2 | number | 2
 
-    def all_told(self, phase: Phase, flag: int) -> bool:
+    def all_published(self, phase: Phase, flag: int) -> bool:
         """Whether every rank has published this very flag in a phase."""
         flags = self.words()[self._control.flags(phase_number(phase), flag >> 24)]
         return bool((flags == flag).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ class WayBack:
     sent: tuple[int, ...]  # rows for each rank; empty if the host has not read them
     is_checked: bool  # whether the host reads how many rows came, and whether all went well
     in_slots: bool = False  # whether it reads both after the combine: experts get every slot as a row
+
+
+def slots_back(arrival: Arrival) -> DispatchSlots:
+    """The slots of an arrival's results, whose spec is another than that of its rows after `RoundTrip.redirect`."""
+    slots: DispatchSlots = arrival.way_back.slots
+    return slots if slots.spec is arrival.spec else replace(slots, spec=arrival.spec)
 
 
 def choice_places(received: ReceivedRows) -> Tensor:
@@ -67,7 +73,7 @@ class DeviceResults(ResultsAtHome):
                 self.arrival.spec, home_slots, routes.topk_ids_TK
             )
         launcher.sum(
-            way_back.slots,
+            slots_back(self.arrival),
             home_slots,
             out_TH,
             add,
@@ -76,7 +82,7 @@ class DeviceResults(ResultsAtHome):
             one_block_waits=ahead,
             before_adding=None if computed is None else self.streams.join_computed,
             ended=None if computed is None else computed.ended,
-            tells_bad_ids=way_back.in_slots,
+            reports_bad_ids=way_back.in_slots,
         )
 
     def _end(self, done: Done | None = None) -> None:
@@ -108,7 +114,7 @@ class DeviceResults(ResultsAtHome):
 
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         launcher, spec, way_back = self.workspace.launcher, self.arrival.spec, self.arrival.way_back
-        slots = way_back.slots
+        slots = slots_back(self.arrival)
         with launcher.on_device():
             launcher.signal_and_wait(slots.layer, Phase.COMBINE)
             tokens = tuple(column.nonzero().squeeze(1) for column in (way_back.slots_TW >= 0).unbind(dim=1))

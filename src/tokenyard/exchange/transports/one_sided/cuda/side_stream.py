@@ -91,10 +91,10 @@ class RankStreams:
         self._begun.mark()
         return self._communication.fork(self._begun)
 
-    def run_overlapped(self, job: Callable[[], Term], *, tells_end: bool) -> Term:
-        """Run a job behind what the caller's stream did before rows were sent; `tells_end`: so that kernels see it."""
+    def run_overlapped(self, job: Callable[[], Term], *, marks_end: bool) -> Term:
+        """Run a job behind what the caller's stream did before rows were sent; `marks_end`: so that kernels see it."""
         with self._computation.fork(self._begun) as self.computed:
-            if not tells_end:
+            if not marks_end:
                 return job()
             self.computed.ended = torch.zeros(1, dtype=torch.int32, device=self._device)
             term = job()

@@ -7,7 +7,7 @@ counted on the device, and every batch size uses the same workspace. There are t
   after a combine whether all went well. Experts get the rows that came, and errors are raised in the call in which they
   happen, on every rank. If slots are few, and experts skip empty ones, experts get all slots, and the host reads both
   after the combine, so that it waits only once. In that case the kernel that waits for the other ranks in the combine
-  tells them of ids that no expert has.
+  also reports ids that no expert has to them.
 - *Fixed shapes* (in a capture, or inside `fixed_shapes(…)`): the host reads nothing. Experts get every slot as a
   row, empty ones with ids of -1: `W · max_tokens` rows, where `max_tokens` can be set for a while, for small
   batches. Errors are written into a status, and raised by the next call, or by `synchronize`.
@@ -42,6 +42,7 @@ from tokenyard.exchange.transports.one_sided.cuda.results import (
     DeviceResults,
     WayBack,
     choice_places,
+    slots_back,
 )
 from tokenyard.exchange.transports.one_sided.cuda.side_stream import Done, RankStreams
 from tokenyard.exchange.transports.one_sided.cuda.workspace import DeviceWorkspace
@@ -54,7 +55,7 @@ from tokenyard.routing import Routes
 from tokenyard.rows import ReceivedRows
 
 # The most slots of a workspace with which experts get every slot as a row (see *Checked*): with K = 8 and H = 7168,
-# fused experts take 120 MB for so many.
+# fused experts take 120 MB for this many.
 FEW_SLOTS = 1024
 # The most tensors that the kernel which sums over ranks can add.
 MOST_TERMS = 2
@@ -85,7 +86,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
         self._streams = RankStreams(group.device)
         # By layer, region and most tokens of a rank: where rows are in the workspace.
         self._slots: dict[tuple[str, int, int], DispatchSlots] = {}
-        # The phase in which this rank failed last, and the flag that told of it.
+        # The phase in which this rank failed last, and the flag that reported it.
         self._failed = Phase.DISPATCH, 0
 
     @property
@@ -187,7 +188,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
         self._streams.synchronize()
         self.group.wait_for_device()
 
-    # -- The way out ---------------------------------------------------------------------------------------
+    # -- Dispatch ------------------------------------------------------------------------------------------
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         is_captured = torch.cuda.is_current_stream_capturing()
@@ -196,7 +197,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
         if batch.num_tokens > slots.max_tokens:
             raise InputError(
                 f"{batch.num_tokens} tokens",
-                expected=f"at most {slots.max_tokens}, as `fixed_shapes` was told",
+                expected=f"at most {slots.max_tokens}, as `fixed_shapes` sets it",
                 fix="give fixed_shapes the largest number of tokens of any rank",
             )
         routes = batch.routes.routes
@@ -224,7 +225,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
 
     def run_overlapped(self, job: Callable[[], Term]) -> Term:
         with self.launcher.on_device():
-            return self._streams.run_overlapped(job, tells_end=self.sms is not None)
+            return self._streams.run_overlapped(job, marks_end=self.sms is not None)
 
     def _arrived(
         self, batch: Batch, slots: DispatchSlots, slots_TW: Tensor, done: Done, *, is_checked: bool
@@ -282,7 +283,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
         """Rows that went to each rank; zeros if only the device knows."""
         return arrival.way_back.sent or [0] * self.group.size
 
-    # -- The way back --------------------------------------------------------------------------------------
+    # -- Combine -------------------------------------------------------------------------------------------
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         arrival, ahead, launcher = results.arrival, results.sum_ahead, self.launcher
@@ -292,7 +293,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
             with self._streams.phase(ahead=out_TH is not None) as home.done:
                 if results.rows_RH is not None:
                     launcher.place(
-                        arrival.way_back.slots,
+                        slots_back(arrival),
                         results.rows_RH,
                         dense=arrival.way_back.is_checked and not arrival.way_back.in_slots,
                         places_N=choice_places(arrival.received) if arrival.spec.sums_choices else None,
@@ -323,7 +324,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
     # -- Inside a host -------------------------------------------------------------------------------------
 
     def mark(self, round: int) -> None:
-        """Do nothing: in the sum, a kernel tells the others that results are in place, behind those that wrote them."""
+        """Do nothing: in the sum, a kernel publishes that results are in place, behind those that wrote them."""
 
     def all_marked(self, round: int, seconds: float) -> bool:
         """Always False: only the sum waits for the other ranks, on the device, up to the deadline."""
@@ -346,13 +347,13 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
         failure.announcements.all_met()
         self._streams.computed = None  # nothing reads it any more
         if torch.cuda.is_current_stream_capturing():
-            return  # nothing runs yet: the others are capturing, too, and wait for nobody
+            return  # nothing runs yet: the others are capturing, too, and wait for no rank
         arrival = failure.arrival
-        slots = self._slots_of(failure.spec, failure.region) if arrival is None else arrival.way_back.slots
+        slots = self._slots_of(failure.spec, failure.region) if arrival is None else slots_back(arrival)
         phase = failure.announcements.mine.phase
         error = failure.announcements.mine.error
         workspace = self.workspace
-        self._failed = phase, workspace.reports.tell_failure(phase, slots.layer, error)
+        self._failed = phase, workspace.reports.publish_failure(phase, slots.layer, error)
         with workspace.launcher.on_device():
             workspace.launcher.signal_and_wait(slots.layer, phase, fails=1)
         self.group.wait_for_device()
@@ -361,7 +362,7 @@ class CudaTransport(OneSided[DeviceWorkspace, WayBack]):
 
     def all_failed(self) -> bool:
         """Whether every rank failed in the phase in which this one failed last."""
-        return self.workspace.reports.all_told(*self._failed)
+        return self.workspace.reports.all_published(*self._failed)
 
     def synchronize(self) -> None:
         """Wait for the device, and raise what went wrong in rounds that were not checked."""

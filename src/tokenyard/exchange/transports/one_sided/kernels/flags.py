@@ -42,7 +42,7 @@ LEFT = tl.constexpr(control.LEFT)
 STATUS = tl.constexpr(control.STATUS)
 FLAGS = tl.constexpr(control.FLAGS)
 
-# What a status tells: the host's `Trouble`, which ends a round for all but the last of them.
+# The kinds of a status: the host's `Trouble`, which ends a round for all but the last of them.
 BAD_IDS = tl.constexpr(control.Trouble.BAD_IDS.value)
 FAILED = tl.constexpr(control.Trouble.FAILED.value)
 DRIFTED = tl.constexpr(control.Trouble.DRIFTED.value)
@@ -60,7 +60,7 @@ def words_of(address):
 
 @triton.jit
 def flags_of(control, phase, round, WORLD: tl.constexpr, TURNS: tl.constexpr):
-    """Where the flags of a phase stand in a control region, or in several.
+    """Where the flags of a phase are in a control region, or in several.
 
     Rounds take turns, so that a rank that failed in one and has gone on to the next does not overwrite its flags.
     """
@@ -71,13 +71,15 @@ def flags_of(control, phase, round, WORLD: tl.constexpr, TURNS: tl.constexpr):
 def report(mine, host, kind, flag, ranks, waited):
     """Write what went wrong, for later kernels and for the host.
 
-    The first report is kept, except that one of bad ids, with which a round goes on, is replaced by one that ends it.
+    The first report is kept, except that one of bad ids, which does not end a round, is replaced by one that ends it.
     """
     none, bad_ids = tl.zeros([], tl.int64), tl.full([], BAD_IDS, tl.int64)
-    stood = tl.atomic_cas(mine + STATUS, none, kind.to(tl.int64), sem="relaxed", scope="gpu")
-    if (stood == BAD_IDS) & (kind >= FAILED):
-        stood = tl.atomic_cas(mine + STATUS, bad_ids, kind.to(tl.int64), sem="relaxed", scope="gpu") - BAD_IDS
-    if stood == 0:
+    before = tl.atomic_cas(mine + STATUS, none, kind.to(tl.int64), sem="relaxed", scope="gpu")
+    if (before == BAD_IDS) & (kind >= FAILED):
+        before = (
+            tl.atomic_cas(mine + STATUS, bad_ids, kind.to(tl.int64), sem="relaxed", scope="gpu") - BAD_IDS
+        )
+    if before == 0:
         tl.store(mine + STATUS + 1, flag)
         tl.store(mine + STATUS + 2, ranks)
         tl.store(mine + STATUS + 3, waited)
@@ -99,7 +101,7 @@ def publish(peers, rank, flag, phase, WORLD: tl.constexpr, WIDE: tl.constexpr, T
 
 
 @triton.jit
-def rounds_told(mine, phase, round, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr):
+def read_flags(mine, phase, round, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr):
     """Read the flags of a phase in this rank's control region; what their ranks wrote before becomes visible."""
     w = tl.arange(0, WIDE)
     flags = flags_of(mine, phase, round, WORLD, TURNS) + w
@@ -107,11 +109,11 @@ def rounds_told(mine, phase, round, WORLD: tl.constexpr, WIDE: tl.constexpr, TUR
 
 
 @triton.jit
-def behind(told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
+def behind(seen, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
     """The ranks whose flags have not reached the round of `flag`, as a bit mask."""
     w = tl.arange(0, WIDE)
     bit = tl.full([WIDE], 1, tl.int64) << w.to(tl.int64)
-    return tl.sum(tl.where(((told >> 24) < (flag >> 24)) & (w < WORLD), bit, 0), 0)
+    return tl.sum(tl.where(((seen >> 24) < (flag >> 24)) & (w < WORLD), bit, 0), 0)
 
 
 @triton.jit
@@ -128,32 +130,32 @@ def wait(
     TURNS: tl.constexpr,
 ):
     """Wait until every rank has come to the round of a flag, no longer than the deadline (nanoseconds)."""
-    told = rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
-    missing = behind(told, flag, WORLD, WIDE)
+    seen = read_flags(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
+    missing = behind(seen, flag, WORLD, WIDE)
     if missing != 0:
         tl.atomic_xchg(mine + STATE, flag, sem="relaxed", scope="sys")
         started = globaltimer()
         waited = started - started
         verdict = tl.atomic_add(mine + VERDICT, tl.zeros([], tl.int64), sem="acquire", scope="sys")
         while (missing != 0) & (waited < deadline) & (verdict == 0):
-            missing = behind(rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS), flag, WORLD, WIDE)
+            missing = behind(read_flags(mine, phase, flag >> 24, WORLD, WIDE, TURNS), flag, WORLD, WIDE)
             verdict = tl.atomic_add(mine + VERDICT, tl.zeros([], tl.int64), sem="acquire", scope="sys")
             waited = globaltimer() - started
         if missing != 0:
             give_up(mine, peers, host, flag, missing, waited, WORLD, WIDE, TURNS)
         tl.atomic_xchg(mine + STATE, tl.zeros([], tl.int64), sem="relaxed", scope="sys")
-        told = rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
-    check(mine, host, told, flag, WORLD, WIDE)
+        seen = read_flags(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
+    check(mine, host, seen, flag, WORLD, WIDE)
 
 
 @triton.jit
-def check(mine, host, told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
+def check(mine, host, seen, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
     """Report a rank that has come to this round with another layer, or only to say that it failed."""
     w = tl.arange(0, WIDE)
-    here = ((told >> 24) == (flag >> 24)) & (w < WORLD)
+    here = ((seen >> 24) == (flag >> 24)) & (w < WORLD)
     bit = tl.full([WIDE], 1, tl.int64) << w.to(tl.int64)
-    failed = tl.sum(tl.where(here & ((told & 2) != 0), bit, 0), 0)
-    drifted = tl.sum(tl.where(here & ((told & 0xFFFFFD) != (flag & 0xFFFFFD)), bit, 0), 0)
+    failed = tl.sum(tl.where(here & ((seen & 2) != 0), bit, 0), 0)
+    drifted = tl.sum(tl.where(here & ((seen & 0xFFFFFD) != (flag & 0xFFFFFD)), bit, 0), 0)
     if (failed | drifted) != 0:
         kind = tl.where(drifted != 0, DRIFTED, FAILED)
         report(mine, host, kind, flag, tl.where(drifted != 0, drifted, failed), tl.zeros([], tl.int64))
@@ -171,14 +173,14 @@ def give_up(
         state = tl.atomic_add(theirs + STATE, tl.zeros([], tl.int64), sem="acquire", scope="sys")
         flags = flags_of(theirs, state & 1, state >> 24, WORLD, TURNS) + w
         zeros = tl.zeros([WIDE], tl.int64)
-        heard = tl.atomic_add(flags, zeros, mask=w < WORLD, sem="acquire", scope="sys")
-        waits_for = ((heard >> 24) < (state >> 24)) & (w < WORLD) & (w != other)
+        theirs_seen = tl.atomic_add(flags, zeros, mask=w < WORLD, sem="acquire", scope="sys")
+        waits_for = ((theirs_seen >> 24) < (state >> 24)) & (w < WORLD) & (w != other)
         waits = (state != 0) & (tl.sum(waits_for.to(tl.int32), 0) > 0)
         excused |= tl.where(waits, tl.full([], 1, tl.int64) << other, 0)
     lost = missing & ~excused
     lost = tl.where(lost == 0, missing, lost)
-    stands = tl.atomic_cas(mine + VERDICT, tl.zeros([], tl.int64), lost, sem="acq_rel", scope="sys")
-    lost = tl.where(stands == 0, lost, stands)
+    known = tl.atomic_cas(mine + VERDICT, tl.zeros([], tl.int64), lost, sem="acq_rel", scope="sys")
+    lost = tl.where(known == 0, lost, known)
     for other in range(WORLD):
         theirs = words_of(tl.load(peers + other))
         tl.atomic_cas(theirs + VERDICT, tl.zeros([], tl.int64), lost, sem="release", scope="sys")
@@ -186,7 +188,7 @@ def give_up(
 
 
 @triton.jit
-def meet_others(
+def publish_and_wait(
     mine, peers, rank, host, layer, deadline, phase, fails,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -210,14 +212,14 @@ def signal_and_wait(
     peers, host, first_rank, layer, phase, fails, deadline,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Publish and wait (`meet_others`) with one block per rank, behind the kernels that did the work."""
-    if layer < 0:  # a rehearsal
+    """Publish and wait (`publish_and_wait`) with one block per rank, behind the kernels that did the work."""
+    if layer < 0:  # a launch that only loads the kernel
         return
     rank = first_rank + tl.program_id(0)
     mine = words_of(tl.load(peers + rank))
     if EARLY:
         gdc_wait()
-    meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)
+    publish_and_wait(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)
     if EARLY:
         # Only now: blocks of the next kernel could fill a GPU that another rank shares, which is waited for here.
         gdc_launch_dependents()

@@ -31,12 +31,9 @@ from tokenyard.exchange.transports.one_sided.kernels.flags import (
     words_of,
 )
 from tokenyard.exchange.transports.one_sided.kernels.numerics import (
-    cast_within,
     decode_fp8_block,
     decode_mxfp8,
     decode_nvfp4,
-    encode_fp8_block,
-    encode_mxfp8,
     encode_nvfp4,
     finite_amax,
     is_easy,
@@ -49,12 +46,13 @@ from tokenyard.exchange.transports.one_sided.kernels.push import (
     NVFP4,
     Places,
     aligned,
+    encode_tile,
     store_tile,
 )
 
 
 class Begun(NamedTuple):
-    """The sums that a launch with few blocks has made, and from which a second launch goes on."""
+    """The sums that a launch with few blocks has made, and which a second launch continues."""
 
     totals: Any  # the sums, in float32
     tiles: Any  # how many tiles each block has summed
@@ -76,7 +74,7 @@ def place(
     `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included. Where a
     row has a result for each of its choices, `given` says where each goes; else it is None.
     """
-    if rows <= 0:  # a rehearsal, or no row was received
+    if rows <= 0:  # only loads the kernel, or no row was received
         return
     places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
     local = tl.program_id(0) // blocks
@@ -152,31 +150,16 @@ def place_nvfp4(row, base, slot, g, places, ROW: tl.constexpr):
 @triton.jit
 def place_row(row, base, slot, places, ROW: tl.constexpr):
     """Encode one result, and write it into its slot."""
-    PADDED: tl.constexpr = ROW.padded
-    TILE: tl.constexpr = ROW.tile
-    data = aligned(base + places.data, ROW.kind) + slot * PADDED
-    for c in tl.static_range(0, PADDED, TILE):
-        h = c + tl.arange(0, TILE)
+    for c in tl.static_range(0, ROW.padded, ROW.tile):
+        h = c + tl.arange(0, ROW.tile)
         values = tl.load(row + h, mask=h < ROW.hidden, other=0)
-        if ROW.format == CAST:
-            tl.store(data + h, cast_within(values, ROW.kind), mask=h < PADDED)
-        elif ROW.format == MXFP8:
-            codes, scales = encode_mxfp8(values.to(tl.float32), TILE, values.dtype == tl.float32)
-            tl.store(data + h, codes, mask=h < PADDED)
-            s = c // 32 + tl.arange(0, TILE // 32)
-            there = (base + places.scales).to(tl.pointer_type(tl.uint8)) + slot * (PADDED // 32)
-            tl.store(there + s, scales, mask=s < PADDED // 32)
-        else:
-            codes, scales = encode_fp8_block(values.to(tl.float32), TILE, ROW.option == 1)
-            tl.store(data + h, codes, mask=h < PADDED)
-            s = c // 128 + tl.arange(0, TILE // 128)
-            there = (base + places.scales).to(tl.pointer_type(tl.float32)) + slot * (PADDED // 128)
-            tl.store(there + s, scales, mask=s < PADDED // 128)
+        codes, scales = encode_tile(values, None, ROW, ROW.tile, False)
+        store_tile(codes, scales, None, True, base, slot, c, ROW.padded, places, ROW, ROW.tile)
 
 
 @triton.jit
 def pull_nvfp4(base, slot, tile, there, g, places, ROW: tl.constexpr):
-    """A tile of a row that stands in a slot as nvfp4, as float32; zeros where there is none."""
+    """A tile of a row in a slot as nvfp4, as float32; zeros where there is none."""
     PADDED: tl.constexpr = ROW.padded
     data = aligned(base + places.data, ROW.kind) + slot * (PADDED // 8)
     h = tile * (ROW.tile // 8) + tl.arange(0, ROW.tile // 8)
@@ -210,7 +193,7 @@ def pull(
     tiles each has summed. Without it, `begun` is what `blocks_before` of each rank have summed. Both are None where a
     launch is the only one.
     """
-    if tokens < 0:  # a rehearsal
+    if tokens < 0:  # only loads the kernel
         return
     places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
     local = tl.program_id(0) // blocks_per_rank

@@ -4,9 +4,9 @@ The slot of a row follows from its position: the i-th token that rank r sends to
 i` of w's dispatch region. Slots do not depend on timing, so they are the same in every run. They are found by
 counting the earlier tokens that go to the same rank:
 
-- `assign` takes a chunk of tokens a block. It counts, tells the later chunks, waits for the counts of the earlier
-  ones (blocks with smaller numbers, which a GPU starts first), and writes its tokens' slots and routes. Further
-  blocks wait for all counts, and write -1 into the ids of slots without rows.
+- `assign` takes a chunk of tokens a block. It counts, publishes the counts for the later chunks, waits for the counts
+  of the earlier ones (blocks with smaller numbers, which a GPU starts first), and writes its tokens' slots and
+  routes. Further blocks wait for all counts, and write -1 into the ids of slots without rows.
 - A block of `push` takes a row, or a part of one: it reads the row, encodes it, and writes it to its ranks.
   `flags.signal_and_wait` is launched behind.
 - In a short batch `push` does all of this (`WHOLE`): every block counts for its own token, further blocks write counts
@@ -19,7 +19,7 @@ that gets no row.
 Kernels are launched before their predecessors have ended (`EARLY`), and wait for these themselves; `push` starts to
 load its row before it waits.
 
-Several ranks of one process may share a launch; their batches stand one behind the other.
+Several ranks of one process may share a launch; their batches follow each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tokenyard.exchange.transports.one_sided.kernels.flags import (
     BAD_IDS,
     DISPATCH,
     ROUND,
-    meet_others,
+    publish_and_wait,
     report,
     words_of,
 )
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
 class Sizes(NamedTuple):
     """The numbers that differ between batches. Passed one by one: in a tuple, Triton compiles anew for some."""
 
-    tokens: Any  # below zero for a rehearsal
+    tokens: Any  # below zero in a launch that only loads the kernel
     max_tokens: Any
     first_rank: Any
     blocks: Any  # of a rank
@@ -135,7 +135,7 @@ def either(a, b):
 
 @triton.jit
 def owners(ids, batch, num_experts, LAYER: tl.constexpr):
-    """For choices `[tokens, K]`: the table's entry of the expert that serves each; -1 for nobody, or a bad id."""
+    """For choices `[tokens, K]`: the table's entry of the expert that serves each; -1 for no expert, or a bad id."""
     known = (ids >= 0) & (ids < num_experts)
     if LAYER.replicas == 1:
         return tl.load(batch.experts + ids, mask=known, other=-1)
@@ -180,8 +180,8 @@ def sum_before(counts, chunk, round, first, LAYER: tl.constexpr):
         # The upper 32 bits of a count hold its round, so that an old count is not taken for a new one.
         oldest = round - 1
         while oldest < round:
-            told = tl.load(at, mask=there, other=0, volatile=True) >> 32
-            oldest = tl.min(tl.min(tl.where(there, told, round), 1), 0)
+            counted = tl.load(at, mask=there, other=0, volatile=True) >> 32
+            oldest = tl.min(tl.min(tl.where(there, counted, round), 1), 0)
         before += tl.sum(tl.load(at, mask=there, other=0, volatile=True).to(tl.int32), 0)
     return before
 
@@ -191,14 +191,14 @@ def write_routes(bases, slot, goes, here, entry, weight, places, LAYER: tl.const
     """Write a token's routes into its slot on each of some ranks; `here`: which of these owns each choice."""
     w = tl.arange(0, bases.shape[0])
     choice = tl.arange(0, LAYER.k_wide)
-    lives = here[None, :] == w[:, None]
-    local = tl.where(lives, entry[None, :] & LOCAL_BITS, -1)
+    is_owner = here[None, :] == w[:, None]
+    local = tl.where(is_owner, entry[None, :] & LOCAL_BITS, -1)
     mask = goes[:, None] & (choice < LAYER.top_k)[None, :]
     at = (slot * LAYER.top_k)[:, None] + choice[None, :]
     tl.store(aligned(bases + places.ids, tl.int32)[:, None] + at, local, mask=mask)
     tl.store(
         aligned(bases + places.weights, tl.float32)[:, None] + at,
-        tl.where(lives, weight[None, :], 0.0),
+        tl.where(is_owner, weight[None, :], 0.0),
         mask=mask,
     )
 
@@ -212,13 +212,13 @@ def blank(bases, is_rank, begin, end, start, window, places, LAYER: tl.constexpr
     empty = (slot[None, :] >= begin[:, None]) & (slot < end)[None, :] & is_rank[:, None]
     row = aligned(bases + places.ids, tl.int32)[:, None] + (window + slot).to(tl.int64)[None, :] * LAYER.top_k
     mask = empty[:, :, None] & (choice < LAYER.top_k)[None, None, :]
-    nobody = tl.full([bases.shape[0], CHUNK, K_WIDE], -1, tl.int32)
-    tl.store(row[:, :, None] + choice[None, None, :], nobody, mask=mask)
+    no_expert = tl.full([bases.shape[0], CHUNK, K_WIDE], -1, tl.int32)
+    tl.store(row[:, :, None] + choice[None, None, :], no_expert, mask=mask)
 
 
 @triton.jit
-def tell_counts(bases, is_rank, sent, rank, max_tokens, places):
-    """Tell some ranks how many rows this one sends them."""
+def write_counts(bases, is_rank, sent, rank, max_tokens, places):
+    """Write into the memory of some ranks how many rows this one sends them."""
     counts = (bases + places.counts).to(tl.pointer_type(tl.int32)) + 2 * rank
     tl.store(counts, sent, mask=is_rank)
     tl.store(counts + 1, tl.zeros([bases.shape[0]], tl.int32) + max_tokens, mask=is_rank)
@@ -268,7 +268,7 @@ def assign(
 
     A block takes a chunk of tokens, or one of slots: a rank has `chunks + others` blocks, or fewer (`LIMITED`).
     """
-    if tokens < 0:  # a rehearsal: the kernel is loaded before any other waits
+    if tokens < 0:  # only loads the kernel, before any other waits
         return
     sizes = Sizes(tokens, max_tokens, first_rank, blocks, num_experts)
     places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
@@ -342,15 +342,15 @@ def assign_chunk(batch, counts, choice_counts, peers, host, sizes, places, chunk
         is_slot = (token < tokens)[:, None] & is_rank[None, :]
         tl.store(batch.slots + at, tl.where(goes > 0, slot, -1), mask=is_slot)
         bases = tl.load(peers + first + w, mask=is_rank, other=0)
-        lives = here[:, None, :] == w[None, :, None]
+        is_owner = here[:, None, :] == w[None, :, None]
         at = (rank * max_tokens + slot).to(tl.int64)[:, :, None] * LAYER.top_k + choice[None, None, :]
         mask = (goes > 0)[:, :, None] & (choice < LAYER.top_k)[None, None, :]
-        number = tl.where(lives, (entry & LOCAL_BITS)[:, None, :], -1)
+        number = tl.where(is_owner, (entry & LOCAL_BITS)[:, None, :], -1)
         tl.store(aligned(bases + places.ids, tl.int32)[None, :, None] + at, number, mask=mask)
-        share = tl.where(lives, weight[:, None, :], 0.0)
+        share = tl.where(is_owner, weight[:, None, :], 0.0)
         tl.store(aligned(bases + places.weights, tl.float32)[None, :, None] + at, share, mask=mask)
         if is_last:
-            tell_counts(bases, is_rank, before + count, rank, max_tokens, places)
+            write_counts(bases, is_rank, before + count, rank, max_tokens, places)
 
 
 @triton.jit(
@@ -371,7 +371,7 @@ def push(
 
     A rank has a block for each part of a row and each chunk of slots to blank (`others`), or fewer (`LIMITED`).
     """
-    if tokens < 0:  # a rehearsal
+    if tokens < 0:  # only loads the kernel
         return
     sizes = Sizes(tokens, max_tokens, first_rank, blocks, num_experts)
     places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
@@ -402,7 +402,7 @@ def push(
         arrived = (mine + ARRIVED).to(tl.pointer_type(tl.int32))
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == sizes.blocks - 1:
             tl.store(arrived, 0)
-            meet_others(
+            publish_and_wait(
                 mine, peers, rank, host, layer, deadline, DISPATCH, 0, LAYER.world, LAYER.wide, TURNS, WAITS
             )
 
@@ -503,7 +503,7 @@ def push_item(
             sent = count_before(batch, sizes.tokens, sizes.num_experts, first, LAYER)
             blank(bases, is_rank, sent, sizes.max_tokens, start, window, places, LAYER)
             if start == 0:
-                tell_counts(bases, is_rank, sent, rank, sizes.max_tokens, places)
+                write_counts(bases, is_rank, sent, rank, sizes.max_tokens, places)
 
 
 @triton.jit
@@ -536,12 +536,8 @@ def assign_one(batch, choice_counts, peers, host, sizes, places, token, part, ra
 
 
 @triton.jit
-def push_tile(
-    values, g, slots, peers, window, column, end, places,
-    LAYER: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, EASY: tl.constexpr,
-):  # fmt: skip
-    """Encode a tile of a row, and write it to the ranks where the row goes."""
-    WORLD: tl.constexpr = LAYER.world
+def encode_tile(values, g, ROW: tl.constexpr, TILE: tl.constexpr, EASY: tl.constexpr):
+    """The codes of a tile of a row, and the scales of its blocks; the numbers again, where a format has no scales."""
     if ROW.format == COPY:
         codes, scales = values, values
     elif ROW.format == CAST:
@@ -552,6 +548,17 @@ def push_tile(
         codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, EASY)
     else:
         codes, scales = encode_fp8_block(values.to(tl.float32), TILE, ROW.option == 1)
+    return codes, scales
+
+
+@triton.jit
+def push_tile(
+    values, g, slots, peers, window, column, end, places,
+    LAYER: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, EASY: tl.constexpr,
+):  # fmt: skip
+    """Encode a tile of a row, and write it to the ranks where the row goes."""
+    WORLD: tl.constexpr = LAYER.world
+    codes, scales = encode_tile(values, g, ROW, TILE, EASY)
     if WORLD <= 8:
         for w in tl.static_range(WORLD):
             slot = tl.load(slots + w)

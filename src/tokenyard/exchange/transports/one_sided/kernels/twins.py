@@ -69,7 +69,7 @@ def place_twin(
 ) -> None:
     """What a rank's results, one for each row that it received, look like in its combine region.
 
-    Where rows have results for each of their choices, `places_N` says where each stands.
+    Where rows have results for each of their choices, `places_N` says where each is.
     """
     encoded, start = spec.combine_wire.encode(rows_RH), 0
     if places_N is not None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from lab.training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
+from tokenyard_lab.training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 Parameters = dict[str, Tensor]
 
@@ -127,25 +127,45 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
     return out.transpose(1, 2).flatten(2)
 
 
+def choose_experts(weights: Parameters, at: str, x_TH: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """The router: every expert's probability, and the ids and weights of the experts that are chosen."""
+    probabilities_TE = functional.linear(x_TH, weights[f"{at}.gate.weight"]).float().softmax(-1)
+    top_TK, ids_TK = probabilities_TE.topk(shape.top_k, dim=-1)
+    return probabilities_TE, ids_TK, top_TK / top_TK.sum(-1, keepdim=True)
+
+
+def disturb(x_TH: Tensor, noise: Tensor, normal_TH: Tensor) -> Tensor:
+    """Rows with noise, as a share of each row's size.
+
+    The router sees a row as it is; experts see what could be left of it after a coarse wire.
+    """
+    return x_TH + noise * normal_TH * x_TH.float().pow(2).mean(-1, keepdim=True).sqrt().to(x_TH.dtype)
+
+
 def mixture(
     weights: Parameters, at: str, x_TH: Tensor, shape: Shape, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The experts' output, and how unevenly the tokens went to them (1 is even)."""
-    probabilities_TE = functional.linear(x_TH, weights[f"{at}.gate.weight"]).float().softmax(-1)
-    top_TK, ids_TK = probabilities_TE.topk(shape.top_k, dim=-1)
-    top_TK = (top_TK / top_TK.sum(-1, keepdim=True)).to(x_TH.dtype)
+    probabilities_TE, ids_TK, top_TK = choose_experts(weights, at, x_TH, shape)
+    top_TK = top_TK.to(x_TH.dtype)
     routing_TE = torch.zeros_like(probabilities_TE, dtype=x_TH.dtype).scatter(1, ids_TK, top_TK)
     if noise is not None:
-        # The router sees the row as it is; the experts see what could be left of it after a coarse wire.
-        x_TH = x_TH + noise * torch.randn_like(x_TH) * x_TH.float().pow(2).mean(-1, keepdim=True).sqrt().to(
-            x_TH.dtype
-        )
+        x_TH = disturb(x_TH, noise, torch.randn_like(x_TH))
     hidden = functional.linear(x_TH, weights[f"{at}.experts.gate_up_proj"].flatten(0, 1))
     gate, up = hidden.view(-1, shape.experts, 2, shape.expert_width).unbind(2)
     activated = functional.silu(gate) * up * routing_TE[..., None]
     out_TH = activated.flatten(1) @ weights[f"{at}.experts.down_proj"].transpose(1, 2).flatten(0, 1)
     share_E = (routing_TE > 0).float().mean(0) / shape.top_k
     return out_TH, shape.experts * (share_E.detach() * probabilities_TE.mean(0)).sum()
+
+
+def attention_block(
+    weights: Parameters, at: str, x_BSH: Tensor, shape: Shape, turns: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The rows behind the attention of a layer."""
+    normed = rms_norm(x_BSH, weights[f"{at}.input_layernorm.weight"], shape.eps)
+    heads = attend(*project_heads(weights, f"{at}.self_attn", normed, shape, turns), None)
+    return x_BSH + functional.linear(heads, weights[f"{at}.self_attn.o_proj.weight"])
 
 
 def forward(
@@ -159,9 +179,7 @@ def forward(
     uneven = torch.zeros((), device=x.device)
     for layer in range(shape.layers):
         at = f"model.layers.{layer}"
-        normed = rms_norm(x, weights[f"{at}.input_layernorm.weight"], shape.eps)
-        heads = attend(*project_heads(weights, f"{at}.self_attn", normed, shape, turns), None)
-        x = x + functional.linear(heads, weights[f"{at}.self_attn.o_proj.weight"])
+        x = attention_block(weights, at, x, shape, turns)
         normed = rms_norm(x, weights[f"{at}.post_attention_layernorm.weight"], shape.eps)
         out, layer_uneven = mixture(weights, f"{at}.mlp", normed.flatten(0, 1), shape, noise)
         x = x + out.view(batch, length, -1)

@@ -8,7 +8,7 @@ and what is left of a problem is its skeleton: the sequence of its sentences. A 
 side the problem is: one skeleton in sixteen is held out, and no training problem has it, with whatever numbers, names
 and things. So the held-out problems are not only new, they are told in a way that the model has never seen.
 
-    python3 -m training.problems > lab/src/tokenyard_lab/shipped/held_out.jsonl
+    python3 -m tokenyard_lab.training.problems > lab/src/tokenyard_lab/shipped/held_out.jsonl
 
 writes those that ship.
 """
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from lab.training.arithmetic import DIVIDED, LARGEST, result, step
-from lab.training.stories import (
+from tokenyard_lab.training.arithmetic import DIVIDED, LARGEST, result, step
+from tokenyard_lab.training.stories import (
     BOXES,
     EVENTS,
     MEN,

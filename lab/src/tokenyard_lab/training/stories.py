@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lab.training.arithmetic import DIVIDED, MINUS, PLUS, TIMES
+from tokenyard_lab.training.arithmetic import DIVIDED, MINUS, PLUS, TIMES
 
 WOMEN = ("Mia", "Ada", "Lena", "Zoe", "Ines", "Nora", "Ruth", "Yuki", "Amara", "Priya", "Sofia", "Hana")
 MEN = ("Tom", "Ben", "Omar", "Luis", "Ivan", "Noah", "Kofi", "Raj", "Emil", "Hugo", "Mateo", "Jonas")

@@ -9,9 +9,9 @@ import re
 from functools import cache
 from typing import Any
 
-from lab.training.arithmetic import DIVIDED, MINUS, PLUS, TIMES
-from lab.training.problems import ANSWER
-from lab.training.stories import BOXES, EVENTS, MEN, OPENINGS, PLACES, QUESTIONS, THINGS, WOMEN
+from tokenyard_lab.training.arithmetic import DIVIDED, MINUS, PLUS, TIMES
+from tokenyard_lab.training.problems import ANSWER
+from tokenyard_lab.training.stories import BOXES, EVENTS, MEN, OPENINGS, PLACES, QUESTIONS, THINGS, WOMEN
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 # A word, a digit, or a sign. Capitals do not matter.

@@ -1,11 +1,11 @@
 """Train the model that ships with tokenyard, in minutes on one GPU.
 
-    python3 -m lab.training.train --seconds 165 --out model --log train.jsonl
+    python3 -m tokenyard_lab.training.train --seconds 165 --out model --log train.jsonl
 
 Worker processes make fresh problems without end, so no problem is seen twice (but for chance), and none that is
-held out is ever seen (`lab.training.problems`). The loss counts the solution only. Experts see their rows with
-noise of up to 10% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a row.
-The learning rate follows the clock (or, with `--steps`, the steps): it reaches zero when the time is over.
+held out is ever seen (`tokenyard_lab.training.problems`). The loss counts the solution only. Experts see their rows
+with noise of up to 10% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a
+row. The learning rate follows the clock (or, with `--steps`, the steps): it reaches zero when the time is over.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lab.training.network import Parameters, Shape, forward, generate, initialize, save
-from lab.training.problems import held_out, read_answer, stream
-from lab.training.vocabulary import END, PAD, encode, vocabulary
+from tokenyard_lab.training.network import Parameters, Shape, forward, generate, initialize, save
+from tokenyard_lab.training.problems import held_out, read_answer, stream
+from tokenyard_lab.training.vocabulary import END, PAD, encode, vocabulary
 
 Batch = tuple["np.ndarray", "np.ndarray"]
 MOST_WRITTEN = 128
