@@ -155,6 +155,18 @@ PAGES = (
         },
     ),
     Page(
+        name="training",
+        title="Training",
+        about="What a trainer needs beside the layers of a training plan. The guide is "
+        "[Training](../guide/training.md).",
+        names={
+            "tokenyard.training": (
+                *("BatchLoad", "batch_load", "balance_loss", "z_loss", "update_bias"),
+                *("gradient_norm", "clip_gradients"),
+            ),
+        },
+    ),
+    Page(
         name="transformers",
         title="Models of Transformers",
         about="One call shards a model. The guides are [Transformers models](../guide/transformers.md) and "
@@ -240,6 +252,7 @@ COMPLETE = (
     "tokenyard.exchange",
     "tokenyard.group",
     "tokenyard.routing",
+    "tokenyard.training",
     "tokenyard.checkpoints",
     "tokenyard.integrations.transformers",
     "tokenyard.integrations.huggingface",

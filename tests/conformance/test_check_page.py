@@ -102,7 +102,7 @@ def test_the_example_passes(tmp_path):
     assert code == 0
     for line in told("--cases 48"):
         assert line in out
-    assert "48 of 48 cases and 172 of 172 checks passed" in out
+    assert "48 of 48 cases and 208 of 208 checks passed" in out
 
 
 IN_ORDER = ("in_order = [parts[source] for source in range(world)]", "in_order = list(parts.values())")

@@ -12,6 +12,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.runner import DEADLINE
 from tokenyard.conformance.suites import check_exchange, check_experts, check_format
 
 # -- What catches a mutant -----------------------------------------------------------------------------------
@@ -24,10 +25,13 @@ class ExchangeCheck:
     name: str
     exchange: str = "one_sided"
     world: int = 4
+    deadline: float = DEADLINE  # seconds; fewer where the mutant makes ranks wait for the whole of it
 
     def finding(self):
         """What it finds; None, if all is well."""
-        (result,) = check_exchange(self.exchange, world=self.world, rounds=10, only=[self.name])
+        (result,) = check_exchange(
+            self.exchange, world=self.world, rounds=10, only=[self.name], deadline=self.deadline
+        )
         return result.finding
 
     def __str__(self):
@@ -107,8 +111,28 @@ class Refusal:
         return f"the refusal `{self.name}`, {self.when}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerCheck:
+    """A number of a step that must be the same on one rank and on three."""
+
+    name: str  # what is compared
+    run: Callable  # of a group; the number
+
+    def finding(self):
+        """What differs; None, if nothing does."""
+        (alone,) = on_ranks(1, self.run)
+        found = on_ranks(3, self.run)
+        if found == [alone] * 3:
+            return None
+        shown = ", ".join(f"{number:.4f}" for number in found)
+        return f"{shown} on 3 ranks; expected {alone:.4f}, as on 1 rank"
+
+    def __str__(self):
+        return f"`tests/training`: {self.name}"
+
+
 SuiteCheck = ExchangeCheck | ExpertsCheck | FormatCheck
-Check = SuiteCheck | AlwaysOn | Refusal
+Check = SuiteCheck | AlwaysOn | Refusal | TrainerCheck
 
 
 # -- Bugs ----------------------------------------------------------------------------------------------------
@@ -163,6 +187,19 @@ def _run_plain(group, exchange):
     y_TH = build(plan, PLAIN.name)(x_TH, routes)
     plan.close()
     return y_TH
+
+
+def trains(group, tokens=8):
+    """A step of a plain layer in a training plan: its model, with finite gradients."""
+    plain = replace(PLAIN, num_experts=6, max_tokens=16, sum="choices")
+    plan = ty.plan([plain], group, exchange="two_sided", training=True)
+    built = build(plan, PLAIN.name)
+    x_TH, routes = batch(plain, tokens * group.size)
+    mine = slice(tokens * group.rank, tokens * (group.rank + 1))
+    x_TH = x_TH[mine].requires_grad_()
+    built(x_TH, routes.of_tokens(mine)).float().square().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in (x_TH, *built.parameters()))
+    return built
 
 
 def batches(layer, *tokens):

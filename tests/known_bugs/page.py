@@ -24,7 +24,8 @@ Each bug is put into tokenyard's own code as a *mutant*, a patch of a function t
 ranks, through `two_sided` and `one_sided`, without an error, and returns finite numbers. Then one named check must
 **kill** it: an error that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your
 own, too. Without the mutant the same check finds nothing. `tokenyard check` finds all of them by name, except one
-that needs a GPU. A mutant that survives is a failing test.
+that needs a GPU, and those in what trainers compute beside the layer, which tests find. A mutant that survives is a
+failing test.
 
 `python -m tests.known_bugs.page` writes this page.
 """
@@ -61,7 +62,7 @@ Caught by {bug.caught_by}: “{said}”
 
 def comparable(text):
     """What may differ from run to run: how products round, and the phase and the round in which a late rank is late."""
-    text = re.sub(r"round \d+", "round 0", re.sub(r"\d+\.\d+(e-?\d+)?", "0.0", text))
+    text = re.sub(r"round \d+", "round 0", re.sub(r"\d+\.\d+(e[-+]?\d+)?", "0.0", text))
     return re.sub(r"(dispatch|combine) of layer", "a phase of layer", text)
 
 

@@ -66,14 +66,14 @@ class Trial:
 
     def batch(self, spec: LayerSpec, tokens: int | None = None, kind: str = "ordinary numbers") -> Batch:
         """A new batch of this rank, on the group's device."""
-        return _batch(spec, self.group.rank, next(self.seeds), tokens, kind).to(self.group.device)
+        return draw_batch(spec, self.group.rank, next(self.seeds), tokens, kind).to(self.group.device)
 
     def batches(
         self, spec: LayerSpec, tokens: Sequence[int | None] = (None,), kind: str = "ordinary numbers"
     ) -> list[Batch]:
         """A new batch of every rank, on the CPU. Rank r has `tokens[r % len(tokens)]` tokens."""
         seed, ranks = next(self.seeds), range(self.group.size)
-        return [_batch(spec, rank, seed, tokens[rank % len(tokens)], kind) for rank in ranks]
+        return [draw_batch(spec, rank, seed, tokens[rank % len(tokens)], kind) for rank in ranks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,9 @@ def layer(name: str = "moe", **changes: object) -> LayerSpec:
     return LayerSpec(name=name, **(fields | changes))  # type: ignore[arg-type]
 
 
-def _batch(spec: LayerSpec, rank: int, seed: int, tokens: int | None, kind: str) -> Batch:
+def draw_batch(
+    spec: LayerSpec, rank: int, seed: int, tokens: int | None, kind: str = "ordinary numbers"
+) -> Batch:
     """The batch of a rank in the round of a seed, the same wherever it is drawn, with a kind of data (`DATA`).
 
     If `tokens` is None, their number is one that belongs to the kind.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard import formats
 from tokenyard.conformance import experts_bound as bound
 from tokenyard.conformance.batch_data import DATA, DataKind, large
 from tokenyard.conformance.cases import excess, same_numbers
@@ -19,8 +20,8 @@ from tokenyard.conformance.experts_bound import ExpertsBatch, draw_batch, draw_b
 from tokenyard.conformance.runner import expect, expect_same
 from tokenyard.duties import Duty, Ledger
 from tokenyard.errors import InputError
-from tokenyard.experts import Experts, ExpertsSpec
-from tokenyard.formats import QuantizedMatrix
+from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights, activation
+from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, UnfinalizedRows
 
 NUMBERS = {**DATA, "large numbers": DataKind(rows=large)}
@@ -231,3 +232,61 @@ def every_format_within_the_bound(cls: type[Experts], device: torch.device) -> N
         for seed, spec in enumerate(specs[:3]):
             batch = _with(draw_batch(spec, seed=seed, device=device), DATA["negative and zero weights"], seed)
             expect_bound(batch.result(cls), batch)
+
+
+def inner_format_as_declared(cls: type[Experts], device: torch.device) -> None:
+    """Between the products, numbers share a scale with those of their own block, and with no others.
+
+    Beside large numbers of their block, tiny ones become zero; in a block of their own they stay. Blocks of another
+    size may be nearer to the exact result; they are not what the model was trained or evaluated with.
+    """
+    for weights in cls.weight_formats:
+        held = WEIGHT_FORMATS[weights].inner_formats if weights in WEIGHT_FORMATS else ()
+        for name in set(held) & set(cls.inner_formats):
+            inner = formats.get(name)
+            assert isinstance(inner, Fp8Block128), inner
+            batch = _large_beside_tiny(weights, inner, device)
+            if cls.supports(batch.spec) is not None:
+                continue
+            found = batch.result(cls)[0, :3].tolist()
+            due = [0.0, inner.block * _TINY * _SILU_OF_4, inner.block / 2 * _SILU_OF_4]
+            for sum_, meant, what in zip(found, due, _SUMS, strict=True):
+                expect(
+                    abs(sum_ - meant) <= 0.2 * meant,
+                    f"{what} come to {sum_:.3g} with {weights} weights and {name} between the products",
+                    f"{meant:.3g}: a scale for each {inner.block} numbers",
+                )
+
+
+_TINY = 2.0**-20  # of a large number: below half of the smallest step of e4m3 beside it, 2^-9 / 448
+_SILU_OF_4 = 3.928
+_SUMS = ("tiny numbers in a block with large ones", "tiny numbers in a block of their own", "large numbers")
+
+
+def _large_beside_tiny(weights: str, inner: Fp8Block128, device: torch.device) -> ExpertsBatch:
+    """A row whose activation has 64 large numbers and 64 tiny ones in its first block, and tiny ones in its second."""
+    size, half = 2 * inner.block, inner.block // 2
+    spec = ExpertsSpec(
+        hidden_size=128,
+        intermediate_size=size,
+        num_local_experts=1,
+        top_k=1,
+        activation=activation("swiglu"),
+        weights=weights,
+        dtype=bound.row_dtype(weights),
+        inner=inner,
+    )
+    gate, up, w2 = torch.zeros(size, 128), torch.zeros(size, 128), torch.zeros(128, size)
+    gate[:, 0] = 1.0
+    up[:half, 1], up[half:, 2] = 1.0, 1.0
+    w2[0, half : 2 * half], w2[1, 2 * half :], w2[2, :half] = 1.0, 1.0, 1.0
+    x_RH = torch.zeros(1, 128)
+    x_RH[0, :3] = torch.tensor([4.0, 1.0, _TINY])
+    plain = ExpertWeights(w13=torch.cat([gate, up]).unsqueeze(0), w2=w2.unsqueeze(0))
+    return ExpertsBatch(
+        spec=spec,
+        weights=plain.decode(bound.row_dtype(weights)).quantize(weights),
+        x_RH=x_RH.to(bound.row_dtype(weights)),
+        routes=LocalRoutes(ids_RK=torch.zeros(1, 1, dtype=torch.int32), weights_RK=torch.ones(1, 1)),
+        device=device,
+    )

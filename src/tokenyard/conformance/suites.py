@@ -8,7 +8,7 @@ Each takes a class (or an object), also one from outside of this package, runs e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from tokenyard.conformance import (
     experts_suite,
     experts_uses,
     format_suite,
+    gradient_experts,
+    gradient_suite,
 )
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.draws import RankKind, hosts_for
@@ -43,8 +45,14 @@ _MOVEMENT = (exchange_suite, exchange_uses, exchange_duties)
 EXCHANGE_CHECKS = checks_of(
     *_MOVEMENT, exchange_accounts, exchange_failures, exchange_lasting, parameters=["trial"]
 )
+# Those of gradients are asked of parts that declare that they train.
+EXCHANGE_GRADIENT_CHECKS = checks_of(gradient_suite, parameters=["trial"])
+EXCHANGE_CHECKS |= EXCHANGE_GRADIENT_CHECKS
 FORMAT_CHECKS = checks_of(format_suite, parameters=["format"])
-EXPERTS_CHECKS = checks_of(experts_suite, experts_uses, parameters=["cls", "device"])
+EXPERTS_GRADIENT_CHECKS = checks_of(gradient_experts, parameters=["cls", "device"])
+EXPERTS_CHECKS = (
+    checks_of(experts_suite, experts_uses, parameters=["cls", "device"]) | EXPERTS_GRADIENT_CHECKS
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +89,8 @@ def check_exchange(
     """
     cls = resolve_exchange(exchange)
     world = min(world, cls.most_ranks or world)
-    checks = _chosen(EXCHANGE_CHECKS, only)
+    trains = cls.trains_on(torch.device(device or "cpu")) is None
+    checks = _chosen(EXCHANGE_CHECKS, only, EXCHANGE_GRADIENT_CHECKS, trains)
     jobs, hosts = [(name, cls, rounds) for name in checks], hosts_for(cls, world)
     verdicts = run_on_ranks(
         world, _run_exchange_check, jobs, ranks=ranks, hosts=hosts, device=device, deadline=deadline
@@ -118,7 +127,7 @@ def check_experts(
         raise InputError(
             str(reason), expected=f"experts that run on {device}", fix="check them where they do"
         )
-    checks = _chosen(EXPERTS_CHECKS, only)
+    checks = _chosen(EXPERTS_CHECKS, only, EXPERTS_GRADIENT_CHECKS, device.type in cls.trains)
     return _results(checks, [judge([attempt(check, cls, device)]) for check in checks.values()])
 
 
@@ -150,11 +159,15 @@ def assert_passed(results: Iterable[CheckResult]) -> None:
         raise AssertionError("\n".join(findings))
 
 
-def _chosen(checks: _Checks, only: Sequence[str]) -> _Checks:
+def _chosen(
+    checks: _Checks, only: Sequence[str], of_gradients: Container[str] = (), trains: bool = True
+) -> _Checks:
+    """The checks that `only` names, or all; those of gradients only if the part trains."""
     for name in only:
         if name not in checks:
             raise unknown_name("check", name, checks)
-    return {name: check for name, check in checks.items() if not only or name in only}
+    asked = {name: check for name, check in checks.items() if trains or name not in of_gradients}
+    return {name: check for name, check in asked.items() if not only or name in only}
 
 
 def _results(checks: _Checks, verdicts: Iterable[Verdict]) -> list[CheckResult]:

@@ -29,7 +29,7 @@ from tokenyard.errors import ContractError, InputError, Reason
 from tokenyard.experts.gradients import RowGradients
 from tokenyard.experts.spec import ExpertsSpec, takes_rows
 from tokenyard.experts.state_dicts import convert_old, wrong_dtypes
-from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights, check_weights
+from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights, check_weights, local_part
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import ScaleLayout, dtype_name
 from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows, describe
@@ -222,8 +222,7 @@ class Experts(nn.Module, ABC):
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
         format = weight_format(self.spec.weights)
         if not format.quantized or name.startswith("b"):
-            tensor: Tensor = getattr(self, name)  # a buffer; of trained experts a parameter
-            return tensor
+            return local_part(getattr(self, name))  # a buffer; of trained experts a parameter
         payloads = {payload: self.get_buffer(f"{name}_{payload}") for payload in format.payloads(*shape[1:])}
         return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
 
@@ -235,8 +234,7 @@ class Experts(nn.Module, ABC):
         """
         self._check_new(weights)
         for name, tensor in weights.by_name().items():
-            held: Tensor = getattr(self, name)
-            held.copy_(tensor)
+            local_part(getattr(self, name)).copy_(tensor)
 
     def _check_new(self, weights: ExpertWeights) -> None:
         """Raise unless these weights fit the spec and have values, so that `load_` can copy them."""

@@ -108,6 +108,12 @@ class ExpertWeights:
         return self.w13, self.w2
 
 
+def local_part(held: Tensor) -> Tensor:
+    """This rank's part of a weight, with its graph: that of a DTensor on a mesh, else the tensor itself."""
+    found: Tensor = held.to_local() if hasattr(held, "to_local") else held
+    return found
+
+
 def expert_matrix(matrix: Tensor | QuantizedMatrix, expert: int) -> Tensor:
     """One expert's matrix as numbers, `[N, D]`; float32 where it is quantized."""
     part = matrix[expert]

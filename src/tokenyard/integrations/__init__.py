@@ -1,1 +1,1 @@
-"""Adapters to FlashInfer, Hugging Face configs, torchtitan, Transformers, vLLM. Each imports its library when used."""
+"""Adapters to FlashInfer, Hugging Face, torchtitan, Transformers and vLLM. Each imports its library only when used."""

@@ -45,6 +45,9 @@ def call_trained(layer: Any, inputs: Inputs) -> Tensor:
     if layer.shared is not None:
         terms.insert(0, layer.shared(inputs.x_TH))
     payloads = inputs.extra or {}
+    weights = list(layer.experts.parameters())
+    if layer.plan.mesh is not None:  # the operator takes this rank's parts of DTensors
+        weights = [weight.to_local() for weight in weights]
     y_TH, _ = torch.ops.tokenyard.moe_layer_forward(
         inputs.x_TH,
         routes.topk_ids_TK,
@@ -53,7 +56,7 @@ def call_trained(layer: Any, inputs: Inputs) -> Tensor:
         list(payloads),
         list(payloads.values()),
         terms,
-        list(layer.experts.parameters()),
+        weights,
         layer.key,
     )
     return cast(Tensor, y_TH)

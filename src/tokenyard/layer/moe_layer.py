@@ -80,6 +80,10 @@ class MoELayer(nn.Module):
         self._state = state_of(plan)
         check_shared(self._wiring, shared)
         self.experts = build_experts(self._wiring, plan.group.rank, weights, adopt=adopt)
+        if plan.mesh is not None:
+            from tokenyard.layer.mesh_parameters import hold_as_dtensors
+
+            hold_as_dtensors(self.experts, plan.mesh, self._wiring.spec.num_experts)
         self._built_for = built_for(self._wiring, plan.group.rank)
         owned = plan.local_experts(name)
         self.slots = ExpertSlots(owned, len(owned) + self._wiring.spec.spare_experts)

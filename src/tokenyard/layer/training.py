@@ -33,6 +33,7 @@ from tokenyard.errors import ContractError, HandleError, InputError
 from tokenyard.exchange import BatchRoutes, RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.experts.base import TOKEN_NUMBERS
+from tokenyard.experts.weights import local_part
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Background
 from tokenyard.layer.call import Call, Inputs, run_experts, without_autocast
@@ -211,10 +212,8 @@ class Tape:
 
 def _local_weights(layer: MoELayer) -> ExpertWeights:
     """The weights of this rank's experts, with the graph that leads to the parameters."""
-    parts = {name: getattr(layer.experts, name) for name in layer.experts.spec.shapes()}
-    return ExpertWeights(
-        **{name: part.to_local() if hasattr(part, "to_local") else part for name, part in parts.items()}
-    )
+    names = layer.experts.spec.shapes()
+    return ExpertWeights(**{name: local_part(getattr(layer.experts, name)) for name in names})  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

@@ -58,6 +58,7 @@ class Draft:
     sms: int | None = None
     exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
     training: bool = False  # whether the weights of its layers are parameters, and calls have a backward
+    dtensors: bool = False  # whether these parameters are DTensors, on the mesh of the ranks
 
     def on_hosts(self, hosts: tuple[int, ...]) -> Draft:
         """The same draft with the host of each rank, for an exchange that sums inside each host first."""
@@ -112,6 +113,7 @@ class Draft:
             "world": self.world,
             "exchange": self.exchange.name,
             **self.settings,
+            "DTensors": self.dtensors,
             "number of layers": len(self.wirings),
         }
         for index, wiring in enumerate(self.wirings):

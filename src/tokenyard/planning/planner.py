@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tokenyard.errors import HandleError, InputError, shown
 from tokenyard.exchange import Exchange, Transport
@@ -28,6 +30,7 @@ from tokenyard.group.own_process import not_pickled
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
+from tokenyard.planning.sharding import check_shards
 from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.state import PlanState
 from tokenyard.planning.wiring import Wiring
@@ -44,6 +47,9 @@ _log = logging.getLogger("tokenyard")
 
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
+
+    # The mesh over which the weights of experts are sharded, as DTensors; None: they are tensors of this rank alone.
+    mesh: DeviceMesh | None = None
 
     def __init__(
         self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False, made_group: bool = False
@@ -318,7 +324,8 @@ def plan(
     with `sum="choices"`.
 
     In a `training` plan the weights of experts are parameters, and calls with gradients enabled have a backward: one
-    more round trip, in which all ranks take part. Gradients are those of the sum of all ranks' losses.
+    more round trip, in which all ranks take part. Gradients are those of the sum of all ranks' losses. If `group` is a
+    `DeviceMesh`, the parameters are DTensors that are sharded over it, else plain ones of this rank's experts.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -336,6 +343,7 @@ def plan(
       all layers share 7.4 KB a rank (largest out 3.3 KB + largest back 4.1 KB)
     """
     ranks = as_group(group)
+    mesh = mesh_of(group) if training else None
 
     def make() -> Draft:
         made = draft(
@@ -356,20 +364,35 @@ def plan(
             check_survives(made, ranks.device)
         return made
 
-    return plan_draft(make, ranks, survive=survive, made_group=ranks is not group)
+    return plan_draft(make, ranks, survive=survive, made_group=ranks is not group, mesh=mesh)
 
 
 def plan_draft(
-    make: Callable[[], Draft], group: Group, *, survive: bool = False, made_group: bool = False
+    make: Callable[[], Draft],
+    group: Group,
+    *,
+    survive: bool = False,
+    made_group: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Plan:
     """The plan of a draft that each rank makes by calling `make`, once all ranks agree on it. Collective.
 
-    `made_group`: the group was made for this plan, and is closed with it, or now if no plan comes of it.
+    `made_group`: the group was made for this plan, and is closed with it, or now if no plan comes of it. `mesh`: the
+    mesh over which the weights of a training plan are DTensors.
     """
+
+    def draft_on_mesh() -> Draft:
+        drafted = make()
+        if mesh is None:
+            return drafted
+        check_shards(drafted, group.device)
+        return replace(drafted, dtensors=True)
+
     try:
-        agreed, number = agree_on_draft(group, make, survive=survive)
+        agreed, number = agree_on_draft(group, draft_on_mesh, survive=survive)
         plan_id = make_plan_id(agreed, number)
         made = Plan(agreed, group, plan_id, survive=survive, made_group=made_group)
+        made.mesh = mesh
     except BaseException:
         if made_group:
             group.close()
@@ -377,6 +400,11 @@ def plan_draft(
     if group.rank == 0:
         _log.info("%s", made)
     return made
+
+
+def mesh_of(group: GroupLike) -> DeviceMesh | None:
+    """What a plan is given as a group, if it is a mesh: the weights of a training plan are DTensors on it."""
+    return group if isinstance(group, DeviceMesh) else None
 
 
 def wiring_in(plan: object, layer: str) -> Wiring:

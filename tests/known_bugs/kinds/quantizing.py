@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch.nn.functional import pad
 
 from tests.known_bugs.known_bug import (
@@ -71,6 +72,17 @@ class SwizzledExperts(ReferenceExperts):
 
     name = "swizzled"
     scale_layout = "swizzled"
+
+
+def inner_format_in_blocks_of_64(patch):
+    right = Experts.between
+
+    def between(self, hidden_nI):
+        return torch.cat(
+            [right(self, half) for half in hidden_nI.split(64, dim=1)], dim=1
+        )  # half a block is at hand
+
+    patch.setattr(Experts, "between", between)
 
 
 KIND = BugKind(
@@ -146,6 +158,18 @@ KIND = BugKind(
                 run=batches(spec(wire="mxfp8(alignment=256)"), 5),
             ),
             says=", 32]: one row per received row, without padding",
+        ),
+        KnownBug(
+            name="The inner format in blocks of 64",
+            seen="DeepGEMM #360",
+            story="Between the two products of an expert, numbers are quantized with a scale for each 128 of them: "
+            "the format says so, and a model was evaluated with it. A fused kernel that has half a block at hand takes "
+            "the largest of 64. Its result is even nearer to the exact one, so that no bound notices; it is not the "
+            "declared one.",
+            mutate=inner_format_in_blocks_of_64,
+            caught_by=ExpertsCheck(name="inner_format_as_declared"),
+            says="tiny numbers in a block with large ones come to",
+            also_alive=batches(spec(weights="fp8_block128", inner="fp8_block128", intermediate_size=256), 5),
         ),
     ),
 )

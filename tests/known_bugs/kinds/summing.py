@@ -14,7 +14,7 @@ from tests.known_bugs.known_bug import (
 )
 from tests.models import spec
 from tokenyard.exchange import results
-from tokenyard.experts import GroupedExperts, grouped
+from tokenyard.experts import GroupedExperts, grouped, trained
 from tokenyard.rows import ExpertRows, LocalRoutes
 
 
@@ -89,7 +89,7 @@ def kernel_returns_a_tuple(patch):
 
 
 def nan_in_an_unused_slot(patch):
-    right = grouped.sort_pairs
+    right = trained.sort_pairs
 
     def sort_pairs(routes, *rest):
         there_RK = routes.ids_RK >= 0
@@ -99,7 +99,7 @@ def nan_in_an_unused_slot(patch):
         )
         return right(everybody, *rest)
 
-    patch.setattr(grouped, "sort_pairs", sort_pairs)
+    patch.setattr(trained, "sort_pairs", sort_pairs)
 
 
 KIND = BugKind(

@@ -2,6 +2,7 @@
 
 from tests.known_bugs.known_bug import PLAIN, AlwaysOn, BugKind, ExchangeCheck, KnownBug, batches
 from tokenyard.exchange import SharedMemoryTransport
+from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.transports.one_sided.cpu.signals import Signals
 from tokenyard.exchange.transports.one_sided.cpu.transport import Workspace
 from tokenyard.group.threads import ThreadGroup
@@ -46,6 +47,16 @@ def flag_of_the_last_round(patch):
     patch.setattr(Signals, "_wait", wait)
 
 
+def idle_ranks_are_not_told(patch):
+    right = Signals.tell
+
+    def tell(self, target, mine):
+        if mine.phase is not Phase.DISPATCH or mine.counts != (0,):  # no rows, no signal
+            right(self, target, mine)
+
+    patch.setattr(Signals, "tell", tell)
+
+
 KIND = BugKind(
     name="Who waits for whom",
     about="Memory keeps old rows and old flags. Each wait must know for which ranks, and for which round.",
@@ -83,6 +94,17 @@ KIND = BugKind(
             mutate=flag_of_the_last_round,
             caught_by=ExchangeCheck(name="late_ranks"),
             says="Drifted: layer 'moe', rank 0: the ranks are in different places",
+        ),
+        KnownBug(
+            name="A hang under skewed routing",
+            seen="FlashInfer #4637",
+            story="With even routes every rank sends something to every other, and a signal may come with the rows. "
+            "Then all tokens of a batch choose experts of one rank: the others get no rows, hence no signal, and wait. "
+            "A fused kernel was reported to hang whenever routing is skewed so. Here every wait has an end, and the "
+            "suites route everything to one rank.",
+            mutate=idle_ranks_are_not_told,
+            caught_by=ExchangeCheck(name="all_tokens_to_one_rank", deadline=2.0),
+            says="did not arrive in dispatch",
         ),
     ),
 )

@@ -8,6 +8,7 @@ The modules, from the model inwards:
 - `expert_modules`: the experts modules of a model, as layers of a plan; where a rank's own experts come from.
 - `loading`: loads a model without its experts.
 - `sharding`: `shard_experts`, `load_sharded`, and the model that they give.
+- `state_dicts`: the state dict of a sharded model as Transformers has it.
 - `synchronized_passes`: passes that all ranks make together, though ranks need different numbers of them.
 - `reports`: rows, bytes and seconds of each layer, on all ranks.
 - `registry_backend`: our experts in Transformers' registry, for models that are not sharded.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.checkpoints import Checkpoint, open_together
+from tokenyard.errors import HandleError, InputError
 from tokenyard.exchange import Transport
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
@@ -28,12 +29,13 @@ from tokenyard.group import Group, GroupLike, as_group, borrowed, make_together
 from tokenyard.integrations.transformers.expert_modules import ExpertSource, expert_modules, no_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
+from tokenyard.integrations.transformers.state_dicts import ParameterNames, plain_state_dict
 from tokenyard.integrations.transformers.synchronized_passes import SynchronizedPasses
 from tokenyard.layer import MoELayer
 from tokenyard.layer.compiled import is_training_step, without_gradient
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
-from tokenyard.planning.planner import Plan, plan_draft
+from tokenyard.planning.planner import Plan, mesh_of, plan_draft
 from tokenyard.routing import Placement, Routes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -55,6 +57,7 @@ def shard_experts(
     max_rows: int | None = None,
     placement: str | Placement | None = None,
     spare_experts: int = 0,
+    training: bool = False,
     checkpoint: Checkpoint | str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ShardedModel:
@@ -67,6 +70,10 @@ def shard_experts(
     batches. `exchange`, `max_rows` and `placement` are those of a plan. With `spare_experts`, memory for
     this number of further experts of each layer, experts can move between ranks while the model is in use
     (`sharded.plan.rebalance`, `sharded.plan.autobalance`).
+
+    With `training`, the plan is one for training, and the experts' weights are parameters of the model. Their gradients
+    are those of the sum of all ranks' losses. Gradients of all other parameters are those of this rank's loss: sum them
+    over the ranks, or wrap these modules in FSDP.
 
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is called with
@@ -92,6 +99,7 @@ def shard_experts(
             exchange=exchange,
             max_tokens=max_tokens,
             max_rows=max_rows,
+            training=training,
             device=ranks.device,
         )
         for source, wiring in zip(sources, drafted.wirings, strict=True):
@@ -102,7 +110,8 @@ def shard_experts(
         opened = open_together(checkpoint, ranks) if isinstance(checkpoint, str | Path) else checkpoint
         (sources, drafted), _ = make_together(ranks, "reading the model", read, seconds=LOADING_DEADLINE)
     kept = as_group(group)
-    made = plan_draft(lambda: drafted, kept, made_group=kept is not group)
+    mesh = mesh_of(group) if training else None
+    made = plan_draft(lambda: drafted, kept, made_group=kept is not group, mesh=mesh)
     passes = SynchronizedPasses(made, [source.spec.name for source in sources])
     report = progress or (lambda done, all_of_them: None)
 
@@ -113,8 +122,11 @@ def shard_experts(
         for index, source in enumerate(sources):
             report(index, len(sources))
             name, device = source.spec.name, kept.device
+            names = ParameterNames.of(source.module)
             # No copy of the weights that are taken outlives this line.
-            experts.append(ShardedExperts(made, name, source.take(device), index=index, passes=passes))
+            experts.append(
+                ShardedExperts(made, name, source.take(device), index=index, passes=passes, names=names)
+            )
             source.module.replace_by(experts[-1])  # frees the memory of experts that other ranks own
         report(len(sources), len(sources))
         return experts
@@ -155,9 +167,17 @@ class ShardedExperts(nn.Module):
     passes: SynchronizedPasses  # the passes that ranks make together
 
     def __init__(
-        self, made: Plan, name: str, weights: ExpertWeights, *, index: int, passes: SynchronizedPasses
+        self,
+        made: Plan,
+        name: str,
+        weights: ExpertWeights,
+        *,
+        index: int,
+        passes: SynchronizedPasses,
+        names: ParameterNames,
     ) -> None:
         super().__init__()
+        self.names = names  # of the model's own experts, for state dicts
         # Nothing else holds these weights. On a GPU they are copied even so: experts leave adopted tensors as they are,
         # and bring their own into the order that is fastest there.
         adopt = made.group.device.type == "cpu"
@@ -184,7 +204,7 @@ class ShardedExperts(nn.Module):
         return y_TH if is_flat else y_TH.reshape(hidden_states.shape)
 
     def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.layer.plan.training:
             return self._computed(x_TH, routes)
         inputs = (x_TH, routes.topk_weights_TK)
         # With gradients, the layer itself refuses a step of a training, on all ranks.
@@ -201,10 +221,9 @@ class ShardedExperts(nn.Module):
         if parts == 1:
             y_TH: Tensor = self.layer(x_TH, routes)
         else:
-            y_TH = torch.empty_like(x_TH)
-            for part in range(parts):
-                rows = slice(part * self.passes.max_tokens, (part + 1) * self.passes.max_tokens)
-                y_TH[rows] = self.layer(x_TH[rows], routes.of_tokens(rows))
+            most = self.passes.max_tokens
+            pieces = [slice(part * most, (part + 1) * most) for part in range(parts)]
+            y_TH = torch.cat([self.layer(x_TH[rows], routes.of_tokens(rows)) for rows in pieces])
         self.passes.end_layer(self.index)
         return y_TH
 
@@ -255,10 +274,23 @@ class ShardedModel:
         """
         ids = input_ids if input_ids is not None else arguments.get("inputs_embeds")
         if ids is None or ids.shape[0] == 0:
+            if self.plan.training and torch.is_grad_enabled():
+                self._refuse_idle_step()
             if not self._passes.synchronizing:  # else `passes` serves the other ranks at its end
                 self._take_part(1)
             return None
         return self.model(input_ids, **arguments)
+
+    def _refuse_idle_step(self) -> None:
+        """Raise, on all ranks: without sequences a rank has no loss, and would not make the backward of the others."""
+        layer = self.experts[0].layer
+        with self.plan.exchange.begin(layer.wiring.exchange_spec):
+            raise InputError(
+                "this rank brings no sequences to a step that is trained",
+                expected="at least one sequence on each rank: a backward is a round trip of all ranks",
+                fix="give the rank a sequence whose labels are all -100, or evaluate under torch.no_grad()",
+                rank=self.group.rank,
+            )
 
     def _take_part(self, parts: int) -> None:
         """Make a pass to which this rank brings no tokens, with `parts` round trips in each layer."""
@@ -277,6 +309,13 @@ class ShardedModel:
                 for batch in my_batches:
                     logits = model(batch).logits
         """
+        if self.plan.training and torch.is_grad_enabled():
+            raise HandleError(
+                "passes() was entered with gradients enabled",
+                expected="passes that ranks make each in its own number, which have no backward",
+                fix="enter it under torch.no_grad(); in training, all ranks call the model equally often",
+                rank=self.group.rank,
+            )
         with self._passes.synchronized():
             yield self.model
             while not self._passes.all_done():
@@ -299,6 +338,14 @@ class ShardedModel:
             if prompts is None or prompts.shape[0] == 0:
                 return prompts
             return self.model.generate(inputs, **options)
+
+    def plain_state_dict(self) -> dict[str, Tensor] | None:
+        """The state dict that the model had before it was sharded, with all experts, on the CPU of rank 0.
+
+        Collective: other ranks get None. `model.load_state_dict` of an unsharded model takes it, and
+        `model.save_pretrained(folder, state_dict=…)` writes it.
+        """
+        return plain_state_dict(self.model, self.experts, self.group)
 
     def report(self) -> list[LayerReport]:
         """Rows, bytes and seconds of each layer, on every rank. Collective over the group."""
