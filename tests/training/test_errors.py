@@ -212,6 +212,19 @@ def test_what_survives_losses_is_not_trained_and_ranks_agree_on_training():
         assert "training" in words
 
 
+def sharded_by_another(group):
+    _, layer = CASE.make(group)
+    x_TH, routes, *_ = CASE.inputs(group)
+    layer.experts.w2 = torch.nn.Parameter(layer.experts.w2[:1].detach())
+    return str(raised(layer, x_TH, routes))
+
+
+def test_weights_that_are_not_whole_are_refused():
+    for said in on_ranks(2, sharded_by_another):
+        assert "w2 holds [1, " in said
+        assert "layer.unshard()" in said
+
+
 def divided(group):
     return CASE.make(group)[0].gradient_divisor(3)
 
