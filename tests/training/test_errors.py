@@ -174,6 +174,11 @@ def test_a_differentiated_call_takes_no_out_and_experts_of_a_training_plan_do_no
 @pytest.mark.parametrize(
     ("changes", "words", "alternative"),
     [
+        (
+            {"dtype": torch.float16, "weights": "fp16"},
+            "a GradScaler would not see the overflow",
+            {"dtype": torch.bfloat16},
+        ),
         ({"weights": "mxfp8"}, "a quantized weight has no gradient", {"weights": "bf16"}),
         ({"spare_experts": 1}, "do not move", {"spare_experts": 0}),
         ({"reduce_ranks": "caller"}, "no gradient", {"reduce_ranks": "exchange"}),
