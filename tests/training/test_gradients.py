@@ -11,7 +11,7 @@ from tokenyard.experts import ACTIVATIONS
 
 # The largest error of a gradient, relative to its largest element: what the roundings of the dtype sum up to. Seen in
 # 214 drawn cases, on two cores: at most half of these.
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 def drawn(seed):

@@ -1,1 +1,1 @@
-"""Adapters to FlashInfer, Hugging Face configs, torchtitan, Transformers and vLLM, each imported when first used."""
+"""Adapters to FlashInfer, Hugging Face, torchtitan, Transformers and vLLM. Each imports its library only when used."""
