@@ -27,5 +27,5 @@ def imported() -> set[str]:
 
 def test_the_package_declares_what_it_imports_and_nothing_else():
     extras = PROJECT["optional-dependencies"]
-    declared = [*PROJECT["dependencies"], *extras["transformers"], *extras["vllm"]]
+    declared = [*PROJECT["dependencies"], *extras["torchtitan"], *extras["transformers"], *extras["vllm"]]
     assert imported() == {re.match(r"[\w-]+", library)[0] for library in declared} | WITH_TORCH

@@ -10,7 +10,7 @@ from tests.models import spec
 from tokenyard.conformance.cases import random_weights
 from tokenyard.experts import activation
 
-WEIGHTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+WEIGHTS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def trained(name="moe", dtype=torch.bfloat16, **changes):

@@ -162,7 +162,7 @@ def test_a_batch_of_padding_or_of_nothing_has_no_loss():
             logits_TE, routes, batch_load(routes, E)
         )
         loss.backward()
-        assert float(loss) == 0
+        assert loss.item() == 0
         assert not logits_TE.grad.any()
 
 

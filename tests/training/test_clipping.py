@@ -177,7 +177,7 @@ def on_a_mesh(group):
             "inference": same,
             "compiled": torch.equal(eager, made.experts.w13.grad.to_local()),
         }
-    made.experts.w13.grad = DTensor.from_local(made.experts.w13.to_local().detach(), mesh, [Partial()])
+    made.experts.w13.grad = DTensor.from_local(torch.zeros(made.experts.w13.shape), mesh, [Partial()])
     partial = raised(gradient_norm, made)
     plain = plan([of("contiguous")], mesh).layer("moe", random_weights(of("contiguous"), 0))
     return refused, found, partial, [type(one).__name__ for one in plain.experts.buffers()]

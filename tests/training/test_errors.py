@@ -174,6 +174,11 @@ def test_a_differentiated_call_takes_no_out_and_experts_of_a_training_plan_do_no
 @pytest.mark.parametrize(
     ("changes", "words", "alternative"),
     [
+        (
+            {"dtype": torch.float16, "weights": "fp16"},
+            "a GradScaler would not see the overflow",
+            {"dtype": torch.bfloat16},
+        ),
         ({"weights": "mxfp8"}, "a quantized weight has no gradient", {"weights": "bf16"}),
         ({"spare_experts": 1}, "do not move", {"spare_experts": 0}),
         ({"reduce_ranks": "caller"}, "no gradient", {"reduce_ranks": "exchange"}),
@@ -205,6 +210,19 @@ def test_what_survives_losses_is_not_trained_and_ranks_agree_on_training():
         assert "training=True" in told
         assert differ is PlanMismatch
         assert "training" in words
+
+
+def sharded_by_another(group):
+    _, layer = CASE.make(group)
+    x_TH, routes, *_ = CASE.inputs(group)
+    layer.experts.w2 = torch.nn.Parameter(layer.experts.w2[:1].detach())
+    return str(raised(layer, x_TH, routes))
+
+
+def test_weights_that_are_not_whole_are_refused():
+    for said in on_ranks(2, sharded_by_another):
+        assert "w2 holds [1, " in said
+        assert "layer.unshard()" in said
 
 
 def divided(group):

@@ -10,8 +10,8 @@ from tests.training.batches import Training, errors, trained
 from tokenyard.experts import ACTIVATIONS
 
 # The largest error of a gradient, relative to its largest element: what the roundings of the dtype sum up to. Seen in
-# 400 drawn cases: at most 0.6 of these.
-BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# 214 drawn cases, on two cores: at most half of these.
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 def drawn(seed):
@@ -75,6 +75,12 @@ def test_without_any_tokens_gradients_are_zeros_and_not_none(world):
         assert not any(value for _, value in found.values())
         assert found["w13"][0] == (8 // world, 64, 64)
         assert found["x"][0] == (0, 64)
+
+
+def test_a_rank_without_experts_takes_part():
+    case = Training(trained(dtype=torch.float32, num_experts=3, bias=True), tokens=20)
+    found = errors(case.on(4), case.oracle)
+    assert max(found.values()) < BOUNDS[torch.float32], found
 
 
 def bits_of_forwards(group, spec):

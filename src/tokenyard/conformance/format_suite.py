@@ -211,6 +211,7 @@ def scale_layouts_as_declared(format: Format) -> None:
 
 
 def name_reads_back(format: Format) -> None:
+    """Equal parameters are equal formats, and what `str` writes, the registry reads back (where registered)."""
     names: list[str] = []
     if dataclasses.is_dataclass(format):
         names = [field.name for field in dataclasses.fields(format)]

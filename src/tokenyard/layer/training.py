@@ -212,8 +212,17 @@ class Tape:
 
 def _local_weights(layer: MoELayer) -> ExpertWeights:
     """The weights of this rank's experts, with the graph that leads to the parameters."""
-    names = layer.experts.spec.shapes()
-    return ExpertWeights(**{name: local_part(getattr(layer.experts, name)) for name in names})  # type: ignore[arg-type]
+    shapes = layer.experts.spec.shapes()
+    parts = {name: local_part(getattr(layer.experts, name)) for name in shapes}
+    for name, part in parts.items():
+        if tuple(part.shape) != shapes[name]:
+            raise InputError(
+                f"{name} holds {list(part.shape)} on this rank",
+                expected=f"{list(shapes[name])}: all of this rank's experts, whole",
+                fix="where FSDP shards the layer, call layer(…), which gathers its weights; before layer.start(…) call "
+                "layer.unshard()",
+            )
+    return ExpertWeights(**parts)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

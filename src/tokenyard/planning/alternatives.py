@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
+import torch
+
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.errors import Alternative, Reason, TokenyardError, shown
@@ -86,6 +88,8 @@ def alternatives(
     """
     spec = layers[index]
     candidates = _candidates(spec)
+    if reason.field == "dtype":
+        candidates["dtype"] = [torch.bfloat16]
     current = {name: shown(getattr(spec, name, exchange.name), write=str) for name in candidates}
 
     def tries(count: int) -> Iterator[dict[str, Any]]:

@@ -85,6 +85,9 @@ def _refusal(
     if weight_format(spec.weights).quantized:
         why = "a quantized weight has no gradient: training plans hold plain weights"
         return Reason(field="weights", value=spec.weights, why=why)
+    if spec.dtype == torch.float16:
+        why = "gradients beyond 65504 would saturate, and a GradScaler would not see the overflow"
+        return Reason(field="dtype", value="float16", why=why)
     if experts.routes_itself:
         why = "experts that route by themselves are not differentiated"
         return Reason(field="experts", value=experts.name, why=why)

@@ -6,12 +6,11 @@ Both have the parameters of this rank's experts by name, and turn the rows of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 
 from tokenyard import LayerSpec, MoELayer, Routes, plan
@@ -78,8 +77,6 @@ class AllToAllExperts:
 
     def __init__(self, group: Group, shape: Shape, weights: Mapping[str, Tensor]) -> None:
         self._shape, self._ranks = shape, group.size
-        assert dist.group.WORLD is not None  # ranks are processes of torch.distributed
-        self._world = dist.group.WORLD
         local = shape.experts // group.size
         mine = slice(group.rank * local, (group.rank + 1) * local)
         self.parameters = {
@@ -96,7 +93,7 @@ class AllToAllExperts:
         dist.all_to_all_single(in_WL, out_E)
         in_WL = in_WL.view(self._ranks, -1)
         sent, came = out_E.view(self._ranks, -1).sum(1).tolist(), in_WL.sum(1).tolist()
-        rows = all_to_all_single_autograd(x_TH[token_N], came, sent, self._world)
+        rows = _exchange(x_TH[token_N], came, sent)
         expert_R = torch.arange(in_WL.shape[1]).repeat(self._ranks).repeat_interleave(in_WL.flatten())
         by_expert_R = expert_R.argsort(stable=True)
         gate_up, down = (self.parameters[name] for name in names(layer))
@@ -105,6 +102,27 @@ class AllToAllExperts:
             gate, up = functional.linear(part, gate_up[expert]).chunk(2, dim=-1)
             parts.append(functional.linear(functional.silu(gate) * up, down[expert]))
         results = torch.cat(parts)[by_expert_R.argsort()]
-        home = all_to_all_single_autograd(results, sent, came, self._world)
+        home = _exchange(results, sent, came)
         weighted = home * weights_TK.flatten()[order_N].unsqueeze(1)
         return torch.zeros_like(x_TH).index_add(0, token_N, weighted)
+
+
+class _Exchange(torch.autograd.Function):
+    """`all_to_all_single`, whose backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receive: list[int], send: list[int]) -> Tensor:
+        ctx.splits = send, receive
+        came = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(came, rows.contiguous(), receive, send)
+        return came
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange(gradients[0], *ctx.splits), None, None
+
+
+def _exchange(rows: Tensor, receive: list[int], send: list[int]) -> Tensor:
+    """Send rows to all ranks, and return those that come."""
+    came: Tensor = _Exchange.apply(rows, receive, send)  # type: ignore[no-untyped-call]
+    return came
