@@ -80,9 +80,10 @@ class Exchange:
         self.hears_notices = self.transport.reads_values
         # Whether a background thread does the waits of a phase while the caller computes.
         self.works_ahead = self.transport.works_ahead and group.device.type == "cpu"
-        # What is dispatched and not combined yet; the order of calls, and the round trips that are under way.
-        self._in_flight = InFlightQueue(in_flight, group.rank)
+        self._in_flight = InFlightQueue(in_flight, group.rank)  # what is dispatched and not combined yet
+        # The order of calls, and the round trips that are under way.
         self.trips = OpenRoundTrips(self.transport, self.announcer, self.usability, self._in_flight)
+        # Checks what is dispatched, and makes a batch of it.
         self.batches = BatchMaker(self.transport, self.announcer, self._in_flight, self.load, self.stats)
         self._one_thread = self.trips.one_thread
 

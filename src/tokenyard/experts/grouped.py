@@ -148,6 +148,7 @@ class GroupedExperts(TrainedExperts):
 
     @property
     def products(self) -> Products:
+        """How the products of a backward are computed."""
         return Products(
             by_rows=_product,
             over_rows=lambda a_nO, b_nI: torch.mm(a_nO.t(), b_nI),

@@ -54,6 +54,7 @@ class ReferenceExperts(TrainedExperts):
 
     @property
     def products(self) -> Products:
+        """How the products of a backward are computed."""
         return Products(
             by_rows=product_written_out,
             over_rows=lambda a_nO, b_nI: product_written_out(a_nO.t(), b_nI.t()),

@@ -130,6 +130,7 @@ class SharedMemoryTransport(OneSided[Workspace, Sequence[int]]):
         self.check_slots(specs)
 
     def view_slots(self, spec: ExchangeSpec, region: int) -> None:
+        """Make the views of a layer's slots in this rank's workspace."""
         self.workspace.dispatch(self.group.rank, spec, region)
         self.workspace.combine(self.group.rank, spec, region)
 
