@@ -95,7 +95,8 @@ def _show(drafted: Draft) -> None:
     from tokenyard.planning.draft_text import chosen
     from tokenyard.units import count, span
 
-    fields, rows = as_fields(drafted), []
+    fields = as_fields(drafted)
+    rows: list[tuple[str, ...]] = []
     for row in fields["wirings"]:
         share, per_row, per_rank = row["experts_per_rank"], row["bytes_per_row"], row["bytes_per_rank"]
         fewest, most = share["fewest"], share["most"]
