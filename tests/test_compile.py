@@ -257,7 +257,7 @@ def layer_that_is_gone(group):
     torch._dynamo.reset()
     gc.collect()
     ids_TK, weights_TK = routes.topk_ids_TK, routes.topk_weights_TK
-    error = raised(ops.moe_layer, x_TH, ids_TK, weights_TK, 1.0, [], [], None, None, [], key)
+    error = raised(ops.moe_layer, x_TH, ids_TK, weights_TK, 1.0, [], [], None, None, [], key, False)
     return known, number in ops._layers, str(error)
 
 
@@ -365,9 +365,11 @@ def operator_is_sound(group):
     plain, by_logits = build(plan, "moe"), build(plan, "logits")
     payload = torch.ones(4, 2, dtype=torch.int8)
     op = torch.ops.tokenyard.moe_layer.default
-    torch.library.opcheck(op, (x_TH, ids_TK, weights_TK, 1.0, [], [], x_TH.clone(), None, [], plain.key))
     torch.library.opcheck(
-        op, (x_TH, logits(4), None, 1.0, ["p"], [payload], None, x_TH.clone(), [], by_logits.key)
+        op, (x_TH, ids_TK, weights_TK, 1.0, [], [], x_TH.clone(), None, [], plain.key, False)
+    )
+    torch.library.opcheck(
+        op, (x_TH, logits(4), None, 1.0, ["p"], [payload], None, x_TH.clone(), [], by_logits.key, False)
     )
     return True
 

@@ -123,7 +123,7 @@ PROTOCOL = {
     "exchange.transports.one_sided.cpu.signals._DEPARTURE": 2,
     "exchange.transports.one_sided.cpu.signals._LINE": 128,
     "exchange.transports.one_sided.cpu.signals._LOSS": 1,
-    "exchange.transports.one_sided.cpu.signals._MAIL": 640,
+    "exchange.transports.one_sided.cpu.signals._MAIL": 648,
     "exchange.transports.one_sided.cpu.signals._MARK": 2,
     "exchange.transports.one_sided.cpu.signals._TURNS": 2,
     "exchange.spec.CHECKSUM_HEAD": 3,
@@ -355,7 +355,7 @@ LEFT_OUT = {
         "training": False,
         "device": None,
     },
-    plan_draft: {"survive": False, "made_group": False},
+    plan_draft: {"survive": False, "made_group": False, "mesh": None},
     agree_on_draft: {"survive": False},
     draft_ignoring_env: {
         "max_tokens": None,

@@ -15,7 +15,7 @@ from tests.models import batch, build, spec
 
 ROOT = Path(ty.__file__).parent
 CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
-MOST = 29  # files
+MOST = 30  # files
 
 
 def files_of_calls(group):

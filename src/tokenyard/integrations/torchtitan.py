@@ -45,7 +45,7 @@ class TokenyardExperts(RoutedExperts):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         Module.__init__(self)  # without a token dispatcher, which may allocate buffers
         self.inner_experts = config.inner_experts.build()
-        self._config = config
+        self._settings = config
         self._model = _ModelLayers(None)
 
     def parallelize(self, parallel_dims: Any) -> None:
@@ -83,7 +83,7 @@ class TokenyardExperts(RoutedExperts):  # type: ignore[misc]
 
     def spec(self, name: str, x_TD: Tensor, w2_EDF: Tensor) -> LayerSpec:
         """The layer as tokenyard describes it."""
-        config, inner = self._config, self._config.inner_experts
+        config, inner = self._settings, self._settings.inner_experts
         return LayerSpec(
             name=name,
             hidden_size=inner.dim,
@@ -129,7 +129,7 @@ class _ModelLayers:
         }
         specs = [module.spec(name, x_TD, w2_EDF) for name, module in named.items()]
         group = thread_groups(1, device=x_TD.device)[0] if self._mesh is None else self._mesh.get_group()
-        self._plan = plan(specs, group, exchange=caller._config.exchange, training=True)
+        self._plan = plan(specs, group, exchange=caller._settings.exchange, training=True)
         for spec, (name, module) in zip(specs, named.items(), strict=True):
             local = len(self._plan.local_experts(name))
             w13 = w2_EDF.new_empty(local, 2 * spec.intermediate_size, spec.hidden_size, device="meta")

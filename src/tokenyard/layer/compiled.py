@@ -37,6 +37,8 @@ from tokenyard.errors import HandleError, TokenyardError
 from tokenyard.layer.call import Inputs
 from tokenyard.routing import Routes
 
+ORDERED = EffectType.ORDERED  # compilers neither drop, merge nor swap calls of operators with this effect
+
 # What to do where gradients are refused.
 INFERENCE = (
     "plan(..., training=True) to train; to infer, call the model under torch.no_grad(), after model.eval(), or after "
@@ -167,7 +169,7 @@ def _(x_TH: Tensor, *others: Any) -> Tensor:
     return like.new_empty(like.shape)
 
 
-moe_layer.register_effect(EffectType.ORDERED)
+moe_layer.register_effect(ORDERED)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------

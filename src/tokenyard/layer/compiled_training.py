@@ -22,11 +22,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType
 
 from tokenyard.layer import training
 from tokenyard.layer.call import Inputs
-from tokenyard.layer.compiled import layer_of
+from tokenyard.layer.compiled import ORDERED, layer_of
 from tokenyard.routing import Routes
 
 # The nodes of forwards whose backward may come, by the numbers of their tickets.
@@ -155,5 +154,5 @@ def _differentiate(ctx: Any, dy_TH: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 moe_layer_forward.register_autograd(_differentiate, setup_context=_remember)
-moe_layer_forward.register_effect(EffectType.ORDERED)
-moe_layer_backward_trip.register_effect(EffectType.ORDERED)
+moe_layer_forward.register_effect(ORDERED)
+moe_layer_backward_trip.register_effect(ORDERED)
