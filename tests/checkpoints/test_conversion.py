@@ -410,7 +410,8 @@ def test_plain_experts_beside_quantized_attention_are_refused(tmp_path, beside):
     if beside:
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     with pytest.raises(
-        CheckpointError, match=r"quantization_config with quant_method 'fp8', of weights beside"
+        CheckpointError,
+        match=r"quantization_config with quant_method 'fp8', of other weights than those of experts",
     ):
         convert(open_checkpoint(folder), "mxfp4", tmp_path / "out")
     assert left_behind(tmp_path) == ["mixed"]

@@ -258,7 +258,7 @@ def long_error(group, exchange, max_rows):
 def test_most_of_a_long_error_reaches_the_others(exchange, max_rows):
     own, told = on_ranks(2, long_error, exchange, max_rows)
     assert own == 1000
-    assert told >= 395
+    assert told >= 387  # of the 432 bytes that the numbers leave, without the layer, the rank and the fix
 
 
 def modes(group, exchange, paranoid, planned_in_inference_mode):

@@ -129,10 +129,10 @@ def test_an_announcement_comes_back_whatever_its_error_says():
         (b"", "0 bytes"),
         (b"\0" * 63, "63 bytes"),
         (announcement().encode(128)[:24] + in_words(2) + b"\0" * 96, "phase 2"),
-        (announcement().encode(128)[:48] + in_words(HUGE) + in_words(0) + b"\0" * 64, f"{HUGE} counts"),
-        (announcement().encode(128)[:48] + in_words(-1) + in_words(0) + b"\0" * 64, "-1 counts"),
+        (announcement().encode(128)[:56] + in_words(HUGE) + in_words(0) + b"\0" * 64, f"{HUGE} counts"),
+        (announcement().encode(128)[:56] + in_words(-1) + in_words(0) + b"\0" * 64, "-1 counts"),
         (
-            announcement().encode(128)[:48] + in_words(2) + in_words(HUGE) + b"\0" * 64,
+            announcement().encode(128)[:56] + in_words(2) + in_words(HUGE) + b"\0" * 64,
             f"{HUGE} bytes of text",
         ),
     ],

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tokenyard.exchange.transport import Transport
 
 # Bytes, the counts not included: 80 for the numbers, the rest for the text of an error.
-ANNOUNCEMENT_BYTES = 520
+ANNOUNCEMENT_BYTES = 512
 _NUMBERS = 10
 
 

@@ -16,7 +16,7 @@ order (`math.fsum`). The norm therefore has the same bits on any number of ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,18 +69,33 @@ class _Sharded:
 
     over: tuple[dist.ProcessGroup, ...]
     group: Group | None
+    device: torch.device
     squares: list[float] = field(default_factory=list)
 
     def gathered(self) -> Iterable[float]:
         """The squares of all shards."""
         found = self.squares
         for process_group in self.over:
-            by_rank: list[list[float]] = [[]] * dist.get_world_size(process_group)
-            dist.all_gather_object(by_rank, found, group=process_group)
-            found = [square for squares in by_rank for square in squares]
+            found = _of_all_ranks(found, process_group, self.device)
         if self.group is not None:
             found = [square for squares in self.group.gather_json(found, phase=_PHASE) for square in squares]
         return found
+
+
+def _of_all_ranks(
+    numbers: Sequence[float], process_group: dist.ProcessGroup, device: torch.device
+) -> list[float]:
+    """The numbers of all ranks of a process group; ranks may have different counts of them. Collective."""
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(process_group.size())]
+    dist.all_gather(counts, torch.tensor([len(numbers)], device=device), group=process_group)
+    sizes = [int(count) for count in counts]
+    if not any(sizes):
+        return []
+    mine = torch.zeros(max(sizes), dtype=torch.float64, device=device)
+    mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    parts = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(parts, mine, group=process_group)
+    return [number for part, size in zip(parts, sizes, strict=True) for number in part[:size].tolist()]
 
 
 def _squares(model: nn.Module) -> Iterator[float]:
@@ -97,7 +112,7 @@ def _squares(model: nn.Module) -> Iterator[float]:
             isinstance(parameter, DTensor) and parameter.shape[0] == layer.wiring.spec.num_experts
         )
         group = None if whole or layer is None else layer.plan.group
-        way = ways.setdefault((*map(id, over), id(group)), _Sharded(over, group))
+        way = ways.setdefault((*map(id, over), id(group)), _Sharded(over, group, parameter.device))
         if parameter.grad is not None:
             way.squares += _squares_of(parameter.grad, by_expert=layer is not None)
     whole_here = [math.fsum(way.squares) for way in ways.values() if not way.over and way.group is None]

@@ -1,6 +1,6 @@
 """The same training on several numbers of ranks, in three ways: how far the losses are from those of one rank.
 
-    python -m tokenyard_lab.cli.same_bits --write bench/results/training-same-bits-cpu.json
+    python -m tokenyard_lab.training.same_bits --write bench/results/training-same-bits-cpu.json
 
 `--plot` draws the document. One of the runs ends half-way, and another number of ranks goes on from its checkpoint.
 """
