@@ -291,7 +291,7 @@ def draw_soak(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_losses(document: dict[str, Any], path: Path) -> None:
-    """Draw a document of `tokenyard_lab.training.same_bits`: losses, and how far they are from those on one rank."""
+    """Draw a document of `tokenyard_lab.cli.same_bits`: losses, and how far they are from those on one rank."""
     runs: list[dict[str, Any]] = document["results"]
     recipe = document["recipe"]
     caption = f"{recipe['shape']['experts']} experts, {recipe['batch']} sequences a step, float32"

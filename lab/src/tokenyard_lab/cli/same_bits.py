@@ -1,6 +1,6 @@
 """The same training on several numbers of ranks, in three ways: how far the losses are from those of one rank.
 
-    python -m tokenyard_lab.training.same_bits --write bench/results/training-same-bits-cpu.json
+    python -m tokenyard_lab.cli.same_bits --write bench/results/training-same-bits-cpu.json
 
 `--plot` draws the document. One of the runs ends half-way, and another number of ranks goes on from its checkpoint.
 """
@@ -11,16 +11,13 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenyard import launch
 from tokenyard.cli.machine import provenance
-from tokenyard.temporary_folders import temporary_folder
-from tokenyard_lab.plots import check_picture, draw_losses
-from tokenyard_lab.training.checkpoints import digest, newest
-from tokenyard_lab.training.expert_layers import How
-from tokenyard_lab.training.rank_run import train_rank
-from tokenyard_lab.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tokenyard_lab.training.expert_layers import How
+    from tokenyard_lab.training.recipe import Recipe
 
 RANKS: dict[How, tuple[int, ...]] = {"choices": (1, 2, 4, 8), "ranks": (1, 4), "all_to_all": (1, 4)}
 # How each way of training is named in the document and in the picture.
@@ -33,6 +30,11 @@ WAYS: dict[How, str] = {
 
 def run_ranks(recipe: Recipe, how: How, stages: dict[int, int]) -> dict[str, Any]:
     """Train on the numbers of ranks in `stages`, one after the other, each to its step."""
+    from tokenyard import launch
+    from tokenyard.temporary_folders import temporary_folder
+    from tokenyard_lab.training.checkpoints import digest, newest
+    from tokenyard_lab.training.rank_run import train_rank
+
     losses: list[float] = []
     with temporary_folder(prefix="tokenyard-training-") as folder:
         for ranks, until in stages.items():
@@ -68,6 +70,9 @@ def compare(recipe: Recipe, path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """The command."""
+    from tokenyard_lab.plots import check_picture, draw_losses
+    from tokenyard_lab.training.recipe import Recipe
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
