@@ -23,7 +23,7 @@ def check(folder, *options):
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
     return done.stdout, done.returncode
@@ -80,7 +80,7 @@ def test_the_example_as_a_program_prints_what_the_page_says():
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
     assert done.stdout.strip() == command.split("# prints: ")[1].strip(), done.stderr
@@ -95,6 +95,7 @@ def test_the_example_passes_some_checks(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_example_passes(tmp_path):
     (tmp_path / "my_parts.py").write_text(FILE)
     command = next(b.body for b in PAGE if b.language == "sh" and "--cases 48" in b.body).split()
@@ -120,6 +121,7 @@ def test_the_first_finding_of_a_broken_exchange_is_the_one_of_the_page(tmp_path,
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_broken_exchange_is_reported_as_the_page_says(tmp_path):
     change(tmp_path, *IN_ORDER)
     command = next(b.body for b in PAGE if b.language == "sh" and "--cases 24" in b.body).split()

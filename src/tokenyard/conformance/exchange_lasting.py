@@ -75,8 +75,16 @@ def _live_bytes(group: Group) -> int:
     gc.collect()
     storages = {}
     for one in gc.get_objects():
-        if type(one) is torch.Tensor and one.device.type != "meta":
+        if type(one) is torch.Tensor and _has_memory(one):
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     group.barrier()
     return sum(storages.values())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory: those of compilers may have none, nor a device."""
+    try:
+        return tensor.device.type != "meta"
+    except RuntimeError:
+        return False
