@@ -73,18 +73,18 @@ def _live_bytes(group: Group) -> int:
     """The bytes of all tensors of this process that are alive while all ranks of the group wait."""
     group.barrier()
     gc.collect()
+    group.barrier()  # of ranks that are threads one collects at a time, and the others return from `collect` at once
     storages = {}
     for one in gc.get_objects():
-        if type(one) is torch.Tensor and _has_memory(one):
-            storage = one.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        if type(one) is torch.Tensor and (address := _address(one)):
+            storages[address] = one.untyped_storage().nbytes()
     group.barrier()
     return sum(storages.values())
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory: those of compilers may have none, nor a device."""
+def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 if it has none, as those of compilers."""
     try:
-        return tensor.device.type != "meta"
-    except RuntimeError:
-        return False
+        return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # it has no device, or no memory
+        return 0
