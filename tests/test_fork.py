@@ -38,15 +38,16 @@ DEADLINE = 60.0  # seconds: of the waits of ranks for a parent that waits for it
 
 
 def weights() -> ty.ExpertWeights:
-    torch.manual_seed(1)
-    return ty.ExpertWeights(w13=torch.randn(4, 32, 32).bfloat16(), w2=torch.randn(4, 32, 16).bfloat16())
+    draw = torch.Generator().manual_seed(1)
+    w13, w2 = torch.randn(4, 32, 32, generator=draw), torch.randn(4, 32, 16, generator=draw)
+    return ty.ExpertWeights(w13=w13.bfloat16(), w2=w2.bfloat16())
 
 
 def batch(seed: int) -> tuple[torch.Tensor, ty.Routes]:
-    torch.manual_seed(seed)
-    ids_TK = torch.stack([torch.randperm(4)[:2] for _ in range(5)])
-    routes = ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.rand(5, 2))
-    return torch.randn(5, 32).bfloat16(), routes
+    draw = torch.Generator().manual_seed(seed)  # ranks that are threads share torch's own
+    ids_TK = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(5)])
+    routes = ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.rand(5, 2, generator=draw))
+    return torch.randn(5, 32, generator=draw).bfloat16(), routes
 
 
 def layer_on(group: ty.Group, **options: Any) -> ty.MoELayer:

@@ -94,8 +94,16 @@ def test_kernels_are_compiled_side_by_side_into_tritons_cache(tmp_path):
     assert other == 1  # for another GPU
 
 
-def test_one_process_compiles_and_the_others_enter_together(tmp_path):
+def test_one_process_compiles_and_the_others_enter_together(tmp_path, monkeypatch):
     entered, leave, together = [], threading.Event(), threading.Barrier(2)
+    waiting, flock = threading.Semaphore(0), fcntl.flock
+
+    def noting(file, kind):
+        if kind == fcntl.LOCK_SH:
+            waiting.release()
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", noting)
 
     def rank(number):
         with _one_process_compiles(tmp_path):
@@ -111,8 +119,9 @@ def test_one_process_compiles_and_the_others_enter_together(tmp_path):
         pass
     for thread in threads[1:]:
         thread.start()
+        assert waiting.acquire(timeout=20)
     with open(tmp_path / "tokenyard.lock", "rb") as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     assert entered == [0]
     leave.set()
     for thread in threads:
