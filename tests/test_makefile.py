@@ -96,7 +96,7 @@ def test_run_and_test_install_both_distributions():
 
 
 def dry_run(target, *options):
-    command = ["make", "--dry-run", *options, target]
+    command = ["make", "--dry-run", "--no-print-directory", *options, target]  # `make test` runs this, too
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
