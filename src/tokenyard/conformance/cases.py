@@ -252,7 +252,8 @@ def excess(y_TH: Tensor, exact_TH: Tensor, tolerance_TH: Tensor) -> float:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits (NaN included)."""
-    as_bytes = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+    # Copied: a dimension of size 1 counts as contiguous with any stride, and cannot be viewed as another dtype.
+    as_bytes = [t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 

@@ -128,7 +128,8 @@ def draw_case(
             id_dtype=chance.choice(("int32", "int64")),
             weight_dtype=chance.choice(("float32", "bfloat16")),
             payloads=chance.random() < 0.5,
-            data=data,
+            # Sums that leave float16 inside of a host, and come back in it, are not modeled by the twin.
+            data="ordinary numbers" if data == "huge numbers" and dtype == "float16" else data,
             sum="choices" if chance.random() < 0.25 and rows_back <= MOST_ROWS_BACK else "ranks",
             seed=seed,
         )
