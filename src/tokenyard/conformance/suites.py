@@ -42,12 +42,12 @@ from tokenyard.group import Group
 _Checks = dict[str, Callable[..., None]]
 # All checks by name: those that every exchange, every format and every experts class must pass.
 _MOVEMENT = (exchange_suite, exchange_uses, exchange_duties)
-EXCHANGE_CHECKS = checks_of(
-    *_MOVEMENT, exchange_accounts, exchange_failures, exchange_lasting, parameters=["trial"]
-)
 # Those of gradients are asked of parts that declare that they train.
 EXCHANGE_GRADIENT_CHECKS = checks_of(gradient_suite, parameters=["trial"])
-EXCHANGE_CHECKS |= EXCHANGE_GRADIENT_CHECKS
+EXCHANGE_CHECKS = (
+    checks_of(*_MOVEMENT, exchange_accounts, exchange_failures, exchange_lasting, parameters=["trial"])
+    | EXCHANGE_GRADIENT_CHECKS
+)
 FORMAT_CHECKS = checks_of(format_suite, parameters=["format"])
 EXPERTS_GRADIENT_CHECKS = checks_of(gradient_experts, parameters=["cls", "device"])
 EXPERTS_CHECKS = (

@@ -319,9 +319,8 @@ class Experts(nn.Module, ABC):
         plain = WEIGHT_DTYPES.get(self.spec.weights)
         # A subclass may hold it in another order, under a longer name.
         w13 = next((tensor for name, tensor in tensors.items() if name.startswith("w13")), None)
-        if (
-            self.spec.trains
-        ):  # wrappers that train with mixed precision cast parameters for the time of a call
+        # Wrappers that train with mixed precision cast parameters for the time of a call.
+        if self.spec.trains:
             return
         if plain is not None and w13 is not None and w13.dtype != plain:
             raise InputError(

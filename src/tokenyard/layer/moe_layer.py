@@ -218,8 +218,8 @@ class MoELayer(nn.Module):
             inputs, tape = training.begin(self, trip, inputs)
         elif torch.is_grad_enabled():
             refuse_training(self, inputs)
-        terms: list[Tensor | Background[Tensor]] = [] if inputs.add is None else [inputs.add]
-        terms = terms if inputs.terms is None else list(inputs.terms)
+        given = ([] if inputs.add is None else [inputs.add]) if inputs.terms is None else inputs.terms
+        terms: list[Tensor | Background[Tensor]] = list(given)
         audit = Audit(wiring) if wiring.exchange_spec.checksummed else None
         call = Call(wiring, inputs, terms, audit, tape)
         with call.recording():  # a paranoid plan counts every duty
